@@ -12,12 +12,12 @@ use std::path::PathBuf;
 #[derive(Debug, Parser)]
 #[command(name = "fulgurite", version, max_term_width = 100)]
 pub struct Args {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to do.
+/// The command.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Measure attention over a grid, check every result, write a report
@@ -26,15 +26,15 @@ pub enum Command {
     Check(CheckArgs),
     /// Compute attention of the tensors in a file
     Run(RunArgs),
-    /// Say what a saved cache of keys and values holds: bits, sizes, and each head
+    /// Print the contents of a saved cache of keys and values: bits, sizes, and each head
     Cache(CacheArgs),
-    /// Say what was found on this machine and which engine is chosen
+    /// Print the CPU and GPUs of this machine, and the engine that is chosen
     Doctor(DoctorArgs),
-    /// Say who would run a problem and why, and what bounds it on a GPU; needs no GPU
+    /// Print which engine would run a problem and why, and the bound on a GPU; needs no GPU
     Explain(ExplainArgs),
     /// Search for faster tile configurations on the GPU that is present, and keep them in a profile
     Tune(TuneArgs),
-    /// List the GPU kernels, print them, and see what the assembler makes of them; needs no GPU
+    /// List, print and assemble the GPU kernels; needs no GPU
     Kernel(KernelArgs),
     /// Run a GPU kernel on a simulator: races, misuse, counters, a timeline
     Sim(SimArgs),
@@ -48,7 +48,7 @@ pub enum Command {
     Svd(SvdArgs),
 }
 
-/// Who computes.
+/// The engine.
 #[derive(Debug, Clone, clap::Args)]
 pub struct EngineArgs {
     /// best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, sim or oracle
@@ -117,7 +117,7 @@ pub struct BenchArgs {
     /// Folder for bench.html, bench.svg and bench.json
     #[arg(long, default_value = "out", value_name = "DIR")]
     pub out: PathBuf,
-    /// Who computes.
+    /// The engine.
     #[command(flatten)]
     pub engine: EngineArgs,
     /// Print the results as JSON
@@ -184,7 +184,7 @@ pub struct RunArgs {
     /// attention, parallax, lighthouse or gated-delta
     #[arg(long, default_value = "attention", value_name = "NAME")]
     pub op: Op,
-    /// What only some of them have.
+    /// Arguments of single operators.
     #[command(flatten)]
     pub variants: VariantArgs,
     /// A query sees keys up to its own position, counted from the end
@@ -193,7 +193,7 @@ pub struct RunArgs {
     /// A query sees L keys before and R keys after its own position; an empty side is unbounded
     #[arg(long, value_name = "L,R", value_parser = window, allow_hyphen_values = true)]
     pub window: Option<Window>,
-    /// What q . k is multiplied with; default 1/sqrt(head_dim)
+    /// Factor of q . k; default 1/sqrt(head_dim)
     #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub scale: Option<f32>,
     /// X * tanh(score / X)
@@ -214,10 +214,10 @@ pub struct RunArgs {
     /// always, lazy, lazy:TAU, optimistic or optimistic:LIMIT
     #[arg(long, value_name = "POLICY")]
     pub rescale: Option<Rescale>,
-    /// Who computes.
+    /// The engine.
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Print what was done as JSON
+    /// Print the results as JSON
     #[arg(long)]
     pub json: bool,
 }
@@ -243,10 +243,10 @@ Tensors written to OUT:
 /// Arguments of `doctor`.
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
-    /// Who computes.
+    /// The engine.
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Print what was found as JSON
+    /// Print the results as JSON
     #[arg(long)]
     pub json: bool,
 }
@@ -308,13 +308,13 @@ pub struct ExplainArgs {
     /// With --skip: seed of tensors that are drawn
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub seed: u64,
-    /// Who computes.
+    /// The engine.
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Which tools.
+    /// The tools of NVIDIA.
     #[command(flatten)]
     pub tools: ToolArgs,
-    /// Print what was found as JSON
+    /// Print the results as JSON
     #[arg(long)]
     pub json: bool,
 }
@@ -334,7 +334,7 @@ pub struct TuneArgs {
     /// The profile; default where later runs look for it
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
-    /// Stop after so many seconds; the same call goes on from there
+    /// Stop after this many seconds; the same call goes on from there
     #[arg(long, value_name = "N")]
     pub seconds: Option<u64>,
     /// Print the profile as JSON
@@ -345,12 +345,12 @@ pub struct TuneArgs {
 /// Arguments of `kernel`.
 #[derive(Debug, clap::Args)]
 pub struct KernelArgs {
-    /// What to do with kernels.
+    /// The command on kernels.
     #[command(subcommand)]
     pub command: KernelCommand,
 }
 
-/// What to do with kernels.
+/// The command on kernels.
 #[derive(Debug, Subcommand)]
 pub enum KernelCommand {
     /// List every kernel
@@ -366,7 +366,7 @@ pub enum KernelCommand {
 /// Arguments of `kernel list`.
 #[derive(Debug, clap::Args)]
 pub struct KernelListArgs {
-    /// What kernels are built for: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
+    /// Architecture of the kernels: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
     #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
     pub arch: Target,
     /// Print the list as JSON
@@ -379,7 +379,7 @@ pub struct KernelListArgs {
 pub struct KernelPtxArgs {
     /// The kernel; `fulgurite kernel list` has them all
     pub name: String,
-    /// What it is built for: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
+    /// Architecture of the kernel: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
     #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
     pub arch: Target,
 }
@@ -393,10 +393,10 @@ pub struct KernelAssembleArgs {
     /// Every kernel that the architecture can run
     #[arg(long)]
     pub all: bool,
-    /// What kernels are built for: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
+    /// Architecture of the kernels: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
     #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
     pub arch: Target,
-    /// Which tools.
+    /// The tools of NVIDIA.
     #[command(flatten)]
     pub tools: ToolArgs,
     /// Print the results as JSON
@@ -409,15 +409,15 @@ pub struct KernelAssembleArgs {
 pub struct KernelSassArgs {
     /// The kernel; `fulgurite kernel list` has them all
     pub name: String,
-    /// What it is built for: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
+    /// Architecture of the kernel: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
     #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
     pub arch: Target,
-    /// Which tools.
+    /// The tools of NVIDIA.
     #[command(flatten)]
     pub tools: ToolArgs,
 }
 
-/// Which tools of NVIDIA to use.
+/// The tools of NVIDIA to use.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ToolArgs {
     /// The assembler; default the variable PTXAS, then the path, then the active Python environment
@@ -533,13 +533,13 @@ pub struct SimArgs {
     /// The most blocks of a persistent kernel; default as many as an H200 has multiprocessors
     #[arg(long, value_name = "N")]
     pub blocks: Option<u32>,
-    /// Order of warps, and of what runs later: the same seed gives the same run
+    /// Seed of the order of warps and of asynchronous work: the same seed gives the same run
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub seed: u64,
-    /// Print what each role did, and the cycles that each unit needs
+    /// Print the work of each role, and the cycles that each unit needs
     #[arg(long)]
     pub counters: bool,
-    /// Write what happened when, by an approximate clock: a Chrome trace, or a picture if it ends in .svg
+    /// Write a timeline by an approximate clock: a Chrome trace, or a picture if the name ends in .svg
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
 }

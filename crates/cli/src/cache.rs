@@ -1,4 +1,4 @@
-//! `fulgurite cache`: what a saved cache of keys and values holds; making one from tensors.
+//! `fulgurite cache`: prints the contents of a saved cache of keys and values, or makes a cache from tensors.
 
 use crate::args::CacheArgs;
 use crate::io::{self, Stored, safetensors as tensors};
@@ -32,7 +32,7 @@ pub fn encode(cache: &KvCache) -> Result<Vec<u8>, String> {
     written.map_err(|e| format!("cannot write safetensors: {e}"))
 }
 
-/// The cache in the bytes of a file. Any bytes: what is no cache is an error.
+/// The cache in the bytes of a file. Bytes that are no cache are an error.
 pub fn decode(bytes: &[u8]) -> Result<KvCache, String> {
     let damaged = |e| format!("not a whole safetensors file ({e}); write it again, it may be cut off");
     let (_, header) = SafeTensors::read_metadata(bytes).map_err(damaged)?;
@@ -65,7 +65,7 @@ pub fn main(args: &CacheArgs) -> Result<(), Failure> {
     say(&describe(&cache, &heads))
 }
 
-/// What a head of a cache holds: of k, and of v.
+/// The contents of one head of a cache: of k, and of v.
 struct Head {
     /// Bits of an element, without its scales.
     bits: [u32; 2],
@@ -135,7 +135,7 @@ fn pack(k: &Tensor, v: &Tensor, two: usize) -> Result<KvCache, Failure> {
     Ok(cache)
 }
 
-/// Sizes, then a line for each head: bits, the range of what it holds, and the error where the tensors are known.
+/// Sizes, then a line for each head: bits, the range of its values, and the error where the tensors are known.
 fn describe(cache: &KvCache, heads: &[Head]) -> String {
     let spec = cache.spec();
     let (bits, bytes) = (cache.bits_per_element(), cache.size_bytes());

@@ -19,14 +19,14 @@ struct Results {
     seed: u64,
     random_cases: usize,
     engines: Vec<String>,
-    features: Vec<Row>,
+    features: Vec<FeatureResult>,
     comparisons: usize,
     failures: Vec<Failed>,
     ok: bool,
 }
 
 #[derive(Serialize)]
-struct Row {
+struct FeatureResult {
     feature: &'static str,
     /// One for each engine and dtype.
     columns: Vec<Column>,
@@ -90,7 +90,7 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
     Err(Failure::work(format_args!("{failed} of {all} comparisons are outside the tolerance; they are listed above")))
 }
 
-/// Runs one case on one engine, forward and (where it has one) backward, and enters what the oracle says.
+/// Runs one case on one engine, forward and (where it has one) backward, and enters the oracle's verdicts.
 fn compare_case(engine: &dyn Engine, case: &Case, ledger: &mut Ledger) -> Result<(), Failure> {
     let (problem, inputs, bound) = (case.problem(), case.inputs(), case.bound());
     let on_gpu = ["sim", "cuda"].iter().any(|name| engine.name().starts_with(name));
@@ -121,7 +121,7 @@ fn results(ledger: Ledger, args: &CheckArgs, seed: u64, engines: Vec<String>) ->
     let rows = cases::FEATURES.iter().chain(&variants::FEATURES).map(|&feature| {
         let all = engines.iter().flat_map(|engine| args.dtypes.iter().map(move |dtype| (engine, dtype.name())));
         let columns = all.filter_map(|(engine, dtype)| ledger.columns.get(&(feature, engine.clone(), dtype)).cloned());
-        Row { feature, columns: columns.collect() }
+        FeatureResult { feature, columns: columns.collect() }
     });
     Results {
         version: env!("CARGO_PKG_VERSION"),
@@ -142,7 +142,7 @@ fn text(results: &Results, args: &CheckArgs) -> String {
     let columns: Vec<(&String, &str)> = columns.collect();
     let titles = columns.iter().map(|(engine, dtype)| format!("{engine}\n{dtype}"));
     table.set_header(std::iter::once("feature".to_string()).chain(titles));
-    for Row { feature, columns: found } in results.features.iter().filter(|row| !row.columns.is_empty()) {
+    for FeatureResult { feature, columns: found } in results.features.iter().filter(|row| !row.columns.is_empty()) {
         let cell = |(engine, dtype): &(&String, &str)| {
             let column = found.iter().find(|c| &c.engine == *engine && c.dtype == *dtype);
             match column {

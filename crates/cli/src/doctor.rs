@@ -1,4 +1,4 @@
-//! `doctor`: what was found on this machine, which engine is chosen and why.
+//! `doctor`: the CPU and GPUs of this machine, the engine that is chosen, and the reason.
 
 use crate::args::DoctorArgs;
 use crate::machine::{Machine, gibibytes};
@@ -24,7 +24,7 @@ struct Engine {
 /// Runs `doctor`.
 pub fn main(args: &DoctorArgs) -> Result<(), Failure> {
     let chosen = engine_with(args.engine.engine, &args.engine.settings())?;
-    // A problem that every engine knows: what differs is only who is faster.
+    // A problem that every engine runs, so that only speed decides.
     let usual = Problem::builder().dense(1, 1024, 1024).heads(16, 16).head_dim(64).dtype(DType::F32);
     let usual = usual.mask(Mask::causal()).build().map_err(fulgurite::Error::from)?;
     let findings = Findings {

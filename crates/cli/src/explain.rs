@@ -1,4 +1,4 @@
-//! `explain`: who would run a problem or its gradients and why, and what bounds it on a GPU.
+//! `explain`: the engine that would run a problem or its gradients, the reason, and the bound on a GPU.
 
 use crate::args::ExplainArgs;
 use crate::{Failure, json, kernel, say};
@@ -26,12 +26,12 @@ struct Hopper {
     kernel: String,
     why: String,
     tile_config: String,
-    /// What the assembler makes of it, where there is one.
+    /// The assembler's report, where there is an assembler.
     assembler: Option<String>,
     tile: [u32; 2],
     blocks: u64,
     units: Vec<Unit>,
-    /// Of the bound: what runs before and after the kernel.
+    /// The part of the bound that other launches before and after the kernel take.
     other_launches_us: f64,
     bound_us: f64,
     bound_tflops: f64,

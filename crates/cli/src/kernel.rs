@@ -1,4 +1,4 @@
-//! `kernel`: the GPU kernels as text, as machine code, and what the assembler says of them.
+//! `kernel`: the GPU kernels as text and as machine code, with the assembler's report.
 
 use crate::args::{KernelAssembleArgs, KernelCommand, KernelListArgs, KernelPtxArgs, KernelSassArgs, ToolArgs};
 use crate::{Failure, json, progress, say};
@@ -88,7 +88,7 @@ fn near<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     near.into_iter().take(SHOWN).map(|(_, other)| other).collect()
 }
 
-/// How many characters must be inserted, removed or replaced (Levenshtein).
+/// Number of characters that must be inserted, removed or replaced (Levenshtein).
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -139,7 +139,7 @@ struct Assembled {
     name: &'static str,
     /// Why the architecture cannot run it.
     refused: Option<String>,
-    /// What the assembler made of it; absent where it is refused or was not assembled.
+    /// The assembler's result; absent where the kernel is refused or was not assembled.
     report: Option<Numbers>,
     messages: Vec<Remark>,
     faults: Vec<String>,

@@ -1,4 +1,4 @@
-//! What a run of `check` found, by feature, engine and dtype.
+//! The results of a run of `check`, by feature, engine and dtype.
 
 use fulgurite::DType;
 use fulgurite_core::compare::Verdict;
@@ -13,7 +13,7 @@ pub(crate) struct Column {
     pub cases: usize,
     pub refused: usize,
     pub failures: usize,
-    /// The largest error, as a share of what is allowed.
+    /// The largest error, as a share of the allowed one.
     pub worst_share: f64,
 }
 
@@ -77,12 +77,12 @@ impl Ledger {
     }
 }
 
-/// Error as a share of what is allowed.
+/// Error as a share of the allowed one.
 pub(crate) fn share(verdict: &Verdict) -> f64 {
     match (verdict.ok(), verdict.worst == 0.0) {
         (true, true) => 0.0,
         (true, false) => verdict.worst / verdict.allowed,
-        // JSON has no infinity; what is out of place is as bad as anything.
+        // JSON has no infinity, so the largest number stands for it.
         (false, _) => (verdict.worst / verdict.allowed).clamp(1.0, f64::MAX),
     }
 }

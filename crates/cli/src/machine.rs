@@ -1,4 +1,4 @@
-//! What machine this is, as far as the system tells.
+//! A description of this machine, as far as the system gives one.
 
 use fulgurite::Isa;
 use serde::Serialize;

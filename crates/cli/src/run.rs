@@ -42,7 +42,7 @@ pub fn main(args: &RunArgs) -> Result<(), Failure> {
     let call = given.call(args)?;
     let (problem, inputs) = (call.problem()?, call.inputs()?);
 
-    // What backward or the output would refuse is refused before forward has run.
+    // Refuse bad arguments of backward and of the output before forward runs.
     for (name, given, shape, dtype) in [
         ("d_o", given.d_o, problem.o_shape(), problem.dtype()),
         ("d_lse", given.d_lse, problem.lse_shape(), DType::F32),

@@ -1,4 +1,5 @@
-//! `sim`: a GPU kernel on a simulator: what is wrong with it, what it did, and when. `sim-vs-gpu`: whether a GPU agrees.
+//! `sim`: runs a GPU kernel on the simulator, and reports its errors, work and timeline. `sim-vs-gpu`: compares the
+//! simulator with a GPU.
 
 use crate::args::{SimArgs, SimVsGpuArgs};
 use crate::{Failure, io, progress, say};
@@ -128,7 +129,7 @@ fn counters(report: &Report) -> Table {
     table
 }
 
-/// Runs again by the clock, and writes what happened when.
+/// Runs again with the clock, and writes the timeline.
 fn trace(args: &SimArgs, path: &Path) -> Result<(), Failure> {
     let options = Options { seed: args.seed, order: Order::Timed, ..Options::default() };
     let done = simulate(&args.name, &args.sizes(), &options).map_err(failure)?;

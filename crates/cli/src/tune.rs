@@ -82,7 +82,7 @@ pub fn main(args: &TuneArgs) -> Result<(), Failure> {
     if args.json { json::print(&results) } else { say(&text(&results)) }
 }
 
-/// What is used, and how many cuts were measured.
+/// The chosen tile configurations, and the number of measured ones.
 fn used<T: Pass>(measured: &Measured<T>) -> (Vec<Used>, usize) {
     let rows = measured.rows.iter().map(|row| Used {
         head_dims: [*row.head_dims.start(), *row.head_dims.end()],

@@ -89,8 +89,8 @@ impl Lists {
         }
         lists
     }
-    fn row(&self, row: usize) -> &[i32] {
-        &self.blocks[self.starts[row]..self.starts[row + 1]]
+    fn list(&self, number: usize) -> &[i32] {
+        &self.blocks[self.starts[number]..self.starts[number + 1]]
     }
 }
 
@@ -146,7 +146,7 @@ impl BlockMask {
         [self.q_blocks, self.k_blocks]
     }
 
-    fn row(&self, batch: usize, head: usize, q_block: usize) -> usize {
+    fn list_number(&self, batch: usize, head: usize, q_block: usize) -> usize {
         let b = if self.spec.batch == 1 { 0 } else { batch };
         let h = if self.spec.heads == 1 { 0 } else { head };
         (b * self.spec.heads + h) * self.q_blocks + q_block
@@ -154,8 +154,8 @@ impl BlockMask {
 
     /// The partial and the full blocks of a row of blocks, each ascending.
     pub fn lists(&self, batch: usize, head: usize, q_block: usize) -> (&[i32], &[i32]) {
-        let row = self.row(batch, head, q_block);
-        (self.partial.row(row), self.full.row(row))
+        let number = self.list_number(batch, head, q_block);
+        (self.partial.list(number), self.full.list(number))
     }
 
     /// Whether one element is hidden, decided by the mask, or visible.

@@ -33,9 +33,9 @@ impl Arithmetic for Borders {
         Exact::quantise(problem, k, v)
     }
 
-    fn row(head: &Head<'_, f64>, q: usize) -> walk::Row {
+    fn row_forward(head: &Head<'_, f64>, q: usize) -> walk::RowForward {
         let problem = head.problem();
-        let row = Exact::row(head, q);
+        let row = Exact::row_forward(head, q);
         let (query, taken_out, scale) = (head.query(q), head.taken_out(q), f64::from(problem.scale()));
         let scores = scores(head, q, &row);
         let size = |((&k, scaled), score): ((&usize, &f64), &f64)| {
@@ -63,11 +63,11 @@ impl Arithmetic for Borders {
             o.iter_mut().zip(head.value(k)).for_each(|(o, v)| *o += w * v.abs());
         }
         let exact = row.exact.map(|(p, _)| (p, o.clone()));
-        walk::Row { keys: row.keys, scaled: row.scaled, p: widths, o, lse: row.lse, exact }
+        walk::RowForward { keys: row.keys, scaled: row.scaled, p: widths, o, lse: row.lse, exact }
     }
 
     /// dS uses exact weights; codes enter only through the output in D.
-    fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
+    fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::RowForward, given: &Cotangent) -> walk::RowGradient {
         let problem = head.problem();
         let rounded = matches!(problem.precision(), Precision::Groups(GroupAttention { delta: Delta::Rounded, .. }));
         let delta: f64 = given.d_o.iter().zip(&row.o).map(|(d, o)| (d * o).abs()).sum();

@@ -116,7 +116,7 @@ pub(crate) fn weights<T: Copy>(head: &Head<'_, T>, keys: &[usize], scores: &[f64
 }
 
 /// The scores of a row that softmax sees.
-pub(crate) fn scores(head: &Head<'_, f64>, q: usize, row: &walk::Row) -> Vec<f64> {
+pub(crate) fn scores(head: &Head<'_, f64>, q: usize, row: &walk::RowForward) -> Vec<f64> {
     row.keys.iter().zip(&row.scaled).map(|(&k, &s)| head.modified(s, q, k)).collect()
 }
 
@@ -136,11 +136,16 @@ impl<A: Arithmetic> Arithmetic for Held<A> {
         A::value(x)
     }
 
-    fn row(head: &Head<'_, A::Number>, q: usize) -> walk::Row {
-        A::row(head, q)
+    fn row_forward(head: &Head<'_, A::Number>, q: usize) -> walk::RowForward {
+        A::row_forward(head, q)
     }
 
-    fn row_gradient(head: &Head<'_, A::Number>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
+    fn row_gradient(
+        head: &Head<'_, A::Number>,
+        q: usize,
+        row: &walk::RowForward,
+        given: &Cotangent,
+    ) -> walk::RowGradient {
         A::row_gradient(head, q, row, given)
     }
 

@@ -16,8 +16,9 @@ use crate::codes::Held;
 use crate::dtype::DType;
 use crate::exact::Exact;
 use crate::exp::Exp;
-use crate::inputs::{Bound, Forward, Gradients, Saved, Sequence};
+use crate::inputs::{Bound, Sequence};
 use crate::oracle::{self, At};
+use crate::outputs::{Forward, Gradients, Saved};
 use crate::plain::{self, Coded};
 use crate::precision::{GroupAttention, Precision};
 use crate::problem::{Problem, Side};
@@ -261,7 +262,7 @@ impl Sides {
     }
 
     /// Some rows of a tensor; `starts` gives their first elements.
-    fn rows(
+    fn sampled(
         name: &str,
         rule: Option<Rule>,
         got: &Tensor,
@@ -330,7 +331,7 @@ fn sample_keys(bound: &Bound<'_>, rng: &mut Rng) -> Vec<At> {
 
 /// Offsets of chosen rows in a row-major tensor.
 fn starts(bound: &Bound<'_>, shape: &[usize], side: Side, rows: &[At]) -> Vec<usize> {
-    let start = |at: &At| walk::packed_rows(bound, shape, &bound.sequences()[at.batch], side).at(at.row, at.head);
+    let start = |at: &At| walk::packed_layout(bound, shape, &bound.sequences()[at.batch], side).at(at.row, at.head);
     rows.iter().map(start).collect()
 }
 
@@ -343,13 +344,15 @@ pub fn check_forward(bound: &Bound<'_>, got: &Forward, seed: u64) -> Vec<(String
     let rows = is_sampled(problem).then(|| sample_rows(bound, &mut Rng::new(seed)));
     let mut sides = if let Some(rows) = &rows {
         let (want, plain) = (oracle::forward_rows(bound, rows), plain::forward_rows(bound, rows));
-        let lse = |rows: &[oracle::Row]| rows.iter().map(|r| vec![r.lse]).collect();
-        let lse_starts: Vec<usize> =
-            rows.iter().map(|at| walk::packed_lse(bound, &bound.sequences()[at.batch]).at(at.row, at.head)).collect();
-        let lse = Sides::rows("lse", None, &got.lse, &lse_starts, lse(&want), lse(&plain));
-        let o = |rows: Vec<oracle::Row>| rows.into_iter().map(|r| r.o).collect();
+        let lse = |rows: &[oracle::RowAnswer]| rows.iter().map(|r| vec![r.lse]).collect();
+        let lse_starts: Vec<usize> = rows
+            .iter()
+            .map(|at| walk::packed_lse_layout(bound, &bound.sequences()[at.batch]).at(at.row, at.head))
+            .collect();
+        let lse = Sides::sampled("lse", None, &got.lse, &lse_starts, lse(&want), lse(&plain));
+        let o = |rows: Vec<oracle::RowAnswer>| rows.into_iter().map(|r| r.o).collect();
         let o_starts = starts(bound, &problem.o_shape(), Side::Query, rows);
-        [Sides::rows("o", rule, &got.o, &o_starts, o(want), o(plain)), lse]
+        [Sides::sampled("o", rule, &got.o, &o_starts, o(want), o(plain)), lse]
     } else {
         let (want, plain) = (oracle::forward(bound), plain::forward(bound));
         [Sides::whole("o", rule, &got.o, want.o, plain.o), Sides::whole("lse", None, &got.lse, want.lse, plain.lse)]
@@ -391,7 +394,7 @@ pub fn check_backward(bound: &Bound<'_>, saved: &Saved<'_>, got: &Gradients, see
         let want = oracle::backward_rows(bound, d_o, d_lse, &rows);
         let plain = plain::backward_rows(bound, d_o, d_lse, &rows);
         let q_starts = starts(bound, &problem.q_shape(), Side::Query, &rows);
-        let d_q = Sides::rows("d_q", rule, &got.d_q, &q_starts, want, plain);
+        let d_q = Sides::sampled("d_q", rule, &got.d_q, &q_starts, want, plain);
         let split = |keys: Vec<oracle::KeyGradient>| -> (Vec<_>, Vec<_>) {
             keys.into_iter().map(|key| (key.d_k, key.d_v)).unzip()
         };
@@ -399,8 +402,8 @@ pub fn check_backward(bound: &Bound<'_>, saved: &Saved<'_>, got: &Gradients, see
         let (plain_k, plain_v) = split(plain::backward_keys(bound, d_o, d_lse, &keys));
         let (k_starts, v_starts) =
             (starts(bound, &problem.k_shape(), Side::Key, &keys), starts(bound, &problem.v_shape(), Side::Key, &keys));
-        let d_k = Sides::rows("d_k", rule, &got.d_k, &k_starts, want_k, plain_k);
-        let mut all = vec![d_q, d_k, Sides::rows("d_v", rule, &got.d_v, &v_starts, want_v, plain_v)];
+        let d_k = Sides::sampled("d_k", rule, &got.d_k, &k_starts, want_k, plain_k);
+        let mut all = vec![d_q, d_k, Sides::sampled("d_v", rule, &got.d_v, &v_starts, want_v, plain_v)];
         if in_codes(problem) {
             all[0].borders = walk::backward_rows::<Borders>(bound, d_o, d_lse, &rows).concat();
             for (d_k, d_v) in walk::backward_keys::<Borders>(bound, d_o, d_lse, &keys) {

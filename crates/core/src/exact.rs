@@ -85,7 +85,7 @@ impl Arithmetic for Exact {
         quantise(problem, k, v)
     }
 
-    fn row(head: &Head<'_, f64>, q: usize) -> walk::Row {
+    fn row_forward(head: &Head<'_, f64>, q: usize) -> walk::RowForward {
         let problem = head.problem();
         let (query, taken_out) = (head.query(q), head.taken_out(q));
         let (mut keys, mut scaled, mut scores) = (Vec::new(), Vec::new(), Vec::new());
@@ -113,7 +113,7 @@ impl Arithmetic for Exact {
         p.iter_mut().for_each(|p| *p *= share);
         let Some(mut coded) = codes::weights(head, &keys, &scores) else {
             let o = weighted(&p);
-            return walk::Row { keys, scaled, p, o, lse, exact: None };
+            return walk::RowForward { keys, scaled, p, o, lse, exact: None };
         };
         coded.iter_mut().for_each(|p| *p *= share);
         let own = weighted(&coded);
@@ -121,10 +121,10 @@ impl Arithmetic for Exact {
             Precision::Groups(spec) if spec.delta == Delta::Exact => weighted(&p),
             _ => own.clone(),
         };
-        walk::Row { keys, scaled, p: coded, o: own, lse, exact: Some((p, delta)) }
+        walk::RowForward { keys, scaled, p: coded, o: own, lse, exact: Some((p, delta)) }
     }
 
-    fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
+    fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::RowForward, given: &Cotangent) -> walk::RowGradient {
         let scale = f64::from(head.problem().scale());
         let (p, o) = row.exact.as_ref().map_or((&row.p, &row.o), |(p, o)| (p, o));
         let delta = dot(&given.d_o, o) - given.d_lse;

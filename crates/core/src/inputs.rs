@@ -1,12 +1,15 @@
-//! The tensors of a call, and the proof that they fit a problem.
+//! The tensors of a forward call, and the proof that they fit a problem.
 
 use crate::block::{BlockMask, BlockSpec};
 use crate::dtype::DType;
 use crate::error::InputError;
 use crate::expr::{Domain, Program};
+use crate::fit::{asked, check_on, device_contiguous, integers, integers_fit, place_is, rows_fit, shape_is};
 use crate::problem::{Layout, Problem, Side, check_offsets};
-use crate::tensor::{DeviceId, Place, Tensor, TensorError, TensorView, TensorViewMut};
+use crate::tensor::{DeviceId, Place, TensorView};
 use std::ops::Range;
+
+pub use crate::fit::check_like;
 
 /// The tensors of a forward call.
 #[derive(Debug, Clone)]
@@ -146,9 +149,9 @@ pub struct Sequence {
     pub k_len: usize,
 }
 
-/// The rows of one sequence in a tensor: row i of head h starts at offset + i * row + h * head.
+/// Where the rows of one sequence are in a tensor: row i of head h starts at offset + i * row + h * head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rows {
+pub struct RowLayout {
     /// Offset of row 0 of head 0, in elements.
     pub offset: usize,
     /// Distance between rows, in elements.
@@ -157,7 +160,7 @@ pub struct Rows {
     pub head: usize,
 }
 
-impl Rows {
+impl RowLayout {
     /// Offset of row `i` of head `h`.
     pub fn at(&self, i: usize, h: usize) -> usize {
         self.offset + i * self.row + h * self.head
@@ -264,106 +267,24 @@ impl<'a> Bound<'a> {
     }
 
     /// Positions of a sequence's rows in a tensor of the shape of q, o (queries) or k, v (keys).
-    pub fn rows(&self, strides: &[usize], sequence: &Sequence, side: Side) -> Rows {
+    pub fn row_layout(&self, strides: &[usize], sequence: &Sequence, side: Side) -> RowLayout {
         let start = if side == Side::Query { sequence.q_start } else { sequence.k_start };
         match self.problem.layout() {
-            Layout::Dense { .. } => Rows { offset: sequence.batch * strides[0], row: strides[1], head: strides[2] },
-            Layout::Packed(_) => Rows { offset: start * strides[0], row: strides[0], head: strides[1] },
+            Layout::Dense { .. } => {
+                RowLayout { offset: sequence.batch * strides[0], row: strides[1], head: strides[2] }
+            }
+            Layout::Packed(_) => RowLayout { offset: start * strides[0], row: strides[0], head: strides[1] },
         }
     }
 
     /// Positions of a sequence's rows in a tensor of the shape of the LSE.
-    pub fn lse_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
+    pub fn lse_layout(&self, strides: &[usize], sequence: &Sequence) -> RowLayout {
         match self.problem.layout() {
-            Layout::Dense { .. } => Rows { offset: sequence.batch * strides[0], row: strides[2], head: strides[1] },
-            Layout::Packed(_) => Rows { offset: sequence.q_start * strides[1], row: strides[1], head: strides[0] },
+            Layout::Dense { .. } => {
+                RowLayout { offset: sequence.batch * strides[0], row: strides[2], head: strides[1] }
+            }
+            Layout::Packed(_) => RowLayout { offset: sequence.q_start * strides[1], row: strides[1], head: strides[0] },
         }
-    }
-}
-
-pub(crate) fn shape_is(arg: &str, got: &[usize], want: &[usize]) -> Result<(), InputError> {
-    if got == want {
-        return Ok(());
-    }
-    Err(InputError::Shape { arg: arg.into(), got: got.to_vec(), want: want.to_vec() })
-}
-
-pub(crate) fn dtype_is(arg: &str, got: DType, want: DType) -> Result<(), InputError> {
-    if got == want { Ok(()) } else { Err(InputError::DType { arg: arg.into(), got, want: want.name() }) }
-}
-
-/// Checks device, shape, type and last stride of a tensor of rows (q, k, v, o and their gradients).
-fn rows_fit(
-    arg: &'static str,
-    view: &TensorView<'_>,
-    want: &[usize],
-    problem: &Problem,
-    place: Place,
-) -> Result<(), InputError> {
-    check_on(arg, view, want, problem.dtype(), place)?;
-    last_stride(arg, view.shape(), view.strides())
-}
-
-/// Checks device, shape and type of a tensor; any strides are allowed.
-fn check_on(arg: &str, view: &TensorView<'_>, want: &[usize], dtype: DType, place: Place) -> Result<(), InputError> {
-    place_is(arg, view, place)?;
-    shape_is(arg, view.shape(), want)?;
-    dtype_is(arg, view.dtype(), dtype)
-}
-
-/// Checks shape and type of a tensor in host memory; any strides are allowed.
-pub fn check_like(arg: &'static str, view: &TensorView<'_>, want: &[usize], dtype: DType) -> Result<(), InputError> {
-    check_on(arg, view, want, dtype, Place::Host)
-}
-
-fn place_is(arg: &str, view: &TensorView<'_>, want: Place) -> Result<(), InputError> {
-    let got = view.place();
-    if got == want { Ok(()) } else { Err(InputError::Place { arg: arg.into(), got, want }) }
-}
-
-/// Checks that a small tensor on a device is contiguous: kernels index it without strides.
-fn device_contiguous(arg: &str, view: &TensorView<'_>) -> Result<(), InputError> {
-    let (mut step, shape) = (1, view.shape());
-    let fits = shape.iter().zip(view.strides().iter()).rev().all(|(&size, &stride)| {
-        let fits = size <= 1 || stride == step;
-        step *= size;
-        fits
-    });
-    if fits || view.place() == Place::Host || shape.contains(&0) {
-        return Ok(());
-    }
-    Err(InputError::Strides { arg: arg.into(), got: view.strides().to_vec() })
-}
-
-/// Checks device, type and length of a list of integers.
-fn integers_fit(arg: &'static str, view: &TensorView<'_>, want: usize, place: Place) -> Result<(), InputError> {
-    check_on(arg, view, &[want], DType::I32, place)?;
-    device_contiguous(arg, view)
-}
-
-/// Checks that the elements of a row are contiguous.
-pub(crate) fn last_stride(arg: &'static str, shape: &[usize], strides: &[usize]) -> Result<(), InputError> {
-    let (last, size) = (strides[strides.len() - 1], shape[shape.len() - 1]);
-    if last != 1 && size > 1 { Err(InputError::LastStride { arg, got: last }) } else { Ok(()) }
-}
-
-/// The integers of a rank-one i32 tensor.
-pub(crate) fn integers(arg: &'static str, view: &TensorView<'_>, want: usize) -> Result<Vec<i32>, InputError> {
-    dtype_is(arg, view.dtype(), DType::I32)?;
-    shape_is(arg, view.shape(), &[want])?;
-    Ok(view.to_f64().into_iter().map(|x| x as i32).collect())
-}
-
-pub(crate) fn asked<T>(
-    arg: &'static str,
-    wanted: bool,
-    given: Option<T>,
-    hint: [&'static str; 2],
-) -> Result<Option<T>, InputError> {
-    match (wanted, given) {
-        (true, None) => Err(InputError::Missing { arg: arg.into(), hint: hint[0] }),
-        (false, Some(_)) => Err(InputError::Unused { arg: arg.into(), hint: hint[1] }),
-        (_, given) => Ok(given),
     }
 }
 
@@ -587,206 +508,5 @@ impl Bound<'_> {
     pub fn clip_keys(&self, sequence: &Sequence, keys: Range<usize>) -> Range<usize> {
         let end = keys.end.min(sequence.k_len);
         keys.start.min(end)..end
-    }
-}
-
-/// The output tensors of a forward call.
-#[derive(Debug)]
-pub struct Outputs<'a> {
-    /// The result, shaped like q with the value dimension.
-    pub o: TensorViewMut<'a>,
-    /// Log of the softmax denominator, f32.
-    pub lse: TensorViewMut<'a>,
-}
-
-impl Outputs<'_> {
-    /// Checks that these tensors are in host memory and fit `problem`.
-    pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
-        self.check_on(problem, Place::Host)
-    }
-
-    /// Checks that these tensors are on this device and fit `problem`.
-    pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
-        check_o(&self.o, problem, place)?;
-        lse_fits("lse", &self.lse.as_view(), problem, place)
-    }
-}
-
-/// Checks that the result of a forward call is on this device and fits `problem`.
-pub fn check_o(o: &TensorViewMut<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
-    rows_fit("o", &o.as_view(), &problem.row_dims()[3], problem, place)
-}
-
-/// Checks that the LSE, or its gradient, is on this device and fits `problem`.
-pub fn lse_fits(arg: &str, view: &TensorView<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
-    check_on(arg, view, &problem.lse_dims(), DType::F32, place)?;
-    device_contiguous(arg, view)
-}
-
-/// The result of a forward call.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Forward {
-    /// `[batch, q_len, heads, value_dim]`, packed `[total_q, heads, value_dim]`.
-    pub o: Tensor,
-    /// `[batch, heads, q_len]`, packed `[heads, total_q]`; natural logarithm, f32.
-    pub lse: Tensor,
-}
-
-impl Forward {
-    /// Zeros of the right shapes.
-    pub fn zeros(problem: &Problem) -> Result<Forward, TensorError> {
-        Ok(Forward {
-            o: Tensor::zeros(problem.dtype(), &problem.o_shape())?,
-            lse: Tensor::zeros(DType::F32, &problem.lse_shape())?,
-        })
-    }
-
-    /// A writable view.
-    pub fn outputs(&mut self) -> Outputs<'_> {
-        Outputs { o: self.o.view_mut(), lse: self.lse.view_mut() }
-    }
-
-    /// The inputs of backward from this result, with the gradient of o.
-    pub fn saved<'a>(&'a self, d_o: TensorView<'a>) -> Saved<'a> {
-        Saved { o: self.o.view(), lse: self.lse.view(), d_o, d_lse: None }
-    }
-}
-
-/// The inputs of backward besides those of forward.
-#[derive(Debug, Clone, Copy)]
-pub struct Saved<'a> {
-    /// Output of forward.
-    pub o: TensorView<'a>,
-    /// LSE of forward.
-    pub lse: TensorView<'a>,
-    /// Gradient of o.
-    pub d_o: TensorView<'a>,
-    /// Gradient of the LSE (f32), if it was used.
-    pub d_lse: Option<TensorView<'a>>,
-}
-
-impl Saved<'_> {
-    /// Checks that these tensors are in host memory and fit `problem`.
-    pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
-        self.check_on(problem, Place::Host)
-    }
-
-    /// Checks that these tensors are on this device and fit `problem`.
-    pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
-        rows_fit("o", &self.o, &problem.o_shape(), problem, place)?;
-        check_on("d_o", &self.d_o, &problem.o_shape(), problem.dtype(), place)?;
-        if place != Place::Host {
-            // In host memory d_o may be broadcast: the gradient of a sum has stride 0 everywhere.
-            last_stride("d_o", self.d_o.shape(), self.d_o.strides())?;
-        }
-        lse_fits("lse", &self.lse, problem, place)?;
-        self.d_lse.map_or(Ok(()), |view| lse_fits("d_lse", &view, problem, place))
-    }
-}
-
-/// The result of a backward call.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Gradients {
-    /// Shaped like q.
-    pub d_q: Tensor,
-    /// Shaped like k.
-    pub d_k: Tensor,
-    /// Shaped like v.
-    pub d_v: Tensor,
-    /// Gradient of the sinks: f32, `[q_heads]`, if the problem has sinks.
-    pub d_sinks: Option<Tensor>,
-    /// Gradients of auxiliary tensors: f32, one entry per auxiliary tensor of the problem; `None` if it has no gradient.
-    pub d_aux: Vec<Option<Tensor>>,
-}
-
-impl Gradients {
-    /// Zeros of the right shapes.
-    pub fn zeros(problem: &Problem) -> Result<Gradients, TensorError> {
-        let aux = |spec: &crate::expr::AuxSpec| spec.grad.then(|| Tensor::zeros(DType::F32, &spec.shape)).transpose();
-        Ok(Gradients {
-            d_q: Tensor::zeros(problem.dtype(), &problem.q_shape())?,
-            d_k: Tensor::zeros(problem.dtype(), &problem.k_shape())?,
-            d_v: Tensor::zeros(problem.dtype(), &problem.v_shape())?,
-            d_sinks: problem.has_sinks().then(|| Tensor::zeros(DType::F32, &[problem.q_heads()])).transpose()?,
-            d_aux: problem.aux().iter().map(aux).collect::<Result<_, _>>()?,
-        })
-    }
-
-    /// A writable view.
-    pub fn outputs(&mut self) -> GradientOutputs<'_> {
-        GradientOutputs {
-            d_q: self.d_q.view_mut(),
-            d_k: self.d_k.view_mut(),
-            d_v: self.d_v.view_mut(),
-            d_sinks: self.d_sinks.as_mut().map(Tensor::view_mut),
-            d_aux: self.d_aux.iter_mut().map(|t| t.as_mut().map(Tensor::view_mut)).collect(),
-        }
-    }
-}
-
-/// The output tensors of a backward call.
-#[derive(Debug)]
-pub struct GradientOutputs<'a> {
-    /// Shaped like q.
-    pub d_q: TensorViewMut<'a>,
-    /// Shaped like k.
-    pub d_k: TensorViewMut<'a>,
-    /// Shaped like v.
-    pub d_v: TensorViewMut<'a>,
-    /// Gradient of the sinks: f32, `[q_heads]`, if the problem has sinks.
-    pub d_sinks: Option<TensorViewMut<'a>>,
-    /// Gradients of auxiliary tensors: f32, one entry per auxiliary tensor of the problem.
-    pub d_aux: Vec<Option<TensorViewMut<'a>>>,
-}
-
-impl GradientOutputs<'_> {
-    /// Checks that these tensors are in host memory and fit `problem`.
-    pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
-        self.check_on(problem, Place::Host)
-    }
-
-    /// Checks that these tensors are on this device and fit `problem`.
-    pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
-        let small = |arg: &str, d: &TensorViewMut<'_>, shape: &[usize]| {
-            let view = d.as_view();
-            check_on(arg, &view, shape, DType::F32, place)?;
-            device_contiguous(arg, &view)
-        };
-        for (arg, view, want) in [
-            ("d_q", &self.d_q, problem.q_shape()),
-            ("d_k", &self.d_k, problem.k_shape()),
-            ("d_v", &self.d_v, problem.v_shape()),
-        ] {
-            rows_fit(arg, &view.as_view(), &want, problem, place)?;
-        }
-        match (&self.d_sinks, problem.has_sinks()) {
-            (Some(d), true) => small("d_sinks", d, &[problem.q_heads()])?,
-            (None, false) => {}
-            (None, true) => {
-                return Err(InputError::Missing {
-                    arg: "d_sinks".into(),
-                    hint: "give room for it, the problem has sinks",
-                });
-            }
-            (Some(_), false) => {
-                return Err(InputError::Unused { arg: "d_sinks".into(), hint: "the problem has no sinks" });
-            }
-        }
-        shape_is("d_aux", &[self.d_aux.len()], &[problem.aux().len()])?;
-        for (spec, given) in problem.aux().iter().zip(&self.d_aux) {
-            match (spec.grad, given) {
-                (true, Some(d)) => small(&format!("d_{}", spec.name), d, &spec.shape)?,
-                (false, None) => {}
-                (true, None) => {
-                    let hint = "give room for it, or declare it with ProblemBuilder::aux";
-                    return Err(InputError::Missing { arg: format!("d_{}", spec.name), hint });
-                }
-                (false, Some(_)) => {
-                    let hint = "declare it with ProblemBuilder::aux_with_grad";
-                    return Err(InputError::Unused { arg: format!("d_{}", spec.name), hint });
-                }
-            }
-        }
-        Ok(())
     }
 }

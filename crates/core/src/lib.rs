@@ -16,6 +16,7 @@ pub mod error;
 mod exact;
 pub mod exp;
 pub mod expr;
+mod fit;
 pub mod format;
 pub mod gated_delta;
 pub mod inputs;
@@ -25,6 +26,7 @@ pub mod lru;
 pub mod mask;
 pub mod merge;
 pub mod oracle;
+pub mod outputs;
 pub mod parallax;
 pub mod plain;
 pub mod precision;
@@ -43,10 +45,9 @@ pub use error::{InputError, OffsetsError, ProblemError};
 pub use exp::{Exp, ExpError, Rescale, RescaleError};
 pub use expr::Expr;
 pub use half::{bf16, f16};
-pub use inputs::{
-    BlockLists, Bound, DeviceBound, Forward, GradientOutputs, Gradients, Inputs, Outputs, Rows, Saved, Sequence,
-};
+pub use inputs::{BlockLists, Bound, DeviceBound, Inputs, RowLayout, Sequence};
 pub use mask::{Mask, Span};
+pub use outputs::{Forward, GradientOutputs, Gradients, Outputs, Saved};
 pub use precision::{Delta, GroupAttention, Int8Attention, Precision, PrecisionError};
 pub use problem::{AuxGradient, Layout, Packed, Problem, ProblemBuilder, Side};
 pub use tensor::{

@@ -13,7 +13,7 @@
 use crate::compare::{Rule, Verdict};
 use crate::dtype::DType;
 use crate::error::{InputError, ProblemError};
-use crate::inputs::{dtype_is, last_stride, shape_is};
+use crate::fit::{dtype_is, last_stride, shape_is};
 use crate::parallax::Arithmetic;
 use crate::tensor::{Tensor, TensorView};
 

@@ -89,7 +89,7 @@ impl<B: Base> Weights<B> {
     }
 
     /// Writes the weighted sum of one row per part, in order, to `out`.
-    pub fn rows<'a>(&self, rows: impl Iterator<Item = &'a [f32]>, out: &mut [f32]) {
+    pub fn sum_rows<'a>(&self, rows: impl Iterator<Item = &'a [f32]>, out: &mut [f32]) {
         out.fill(0.0);
         for (weight, row) in self.used(rows) {
             out.iter_mut().zip(row).for_each(|(o, &x)| *o += weight * x);
@@ -113,7 +113,7 @@ impl<B: Base> Weights<B> {
 /// ```
 pub fn merge<B: Base>(parts: &[(Log<B>, &[f32])], out: &mut [f32]) -> Log<B> {
     let weights = Weights::new(parts.iter().map(|part| part.0));
-    weights.rows(parts.iter().map(|part| part.1), out);
+    weights.sum_rows(parts.iter().map(|part| part.1), out);
     let total = weights.sum(parts.iter().map(|_| 1.0));
     if total == 0.0 {
         return weights.top();

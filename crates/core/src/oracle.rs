@@ -38,7 +38,7 @@ pub struct GradientAnswer {
 
 /// The result for one query row.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Row {
+pub struct RowAnswer {
     /// `[value_dim]`.
     pub o: Vec<f64>,
     /// Natural logarithm of the softmax denominator.
@@ -73,8 +73,8 @@ pub fn forward(bound: &Bound<'_>) -> Answer {
 }
 
 /// The forward result of chosen query rows.
-pub fn forward_rows(bound: &Bound<'_>, rows: &[At]) -> Vec<Row> {
-    walk::forward_rows::<Exact>(bound, rows).into_iter().map(|(o, lse)| Row { o, lse }).collect()
+pub fn forward_rows(bound: &Bound<'_>, rows: &[At]) -> Vec<RowAnswer> {
+    walk::forward_rows::<Exact>(bound, rows).into_iter().map(|(o, lse)| RowAnswer { o, lse }).collect()
 }
 
 /// Computes all gradients, after its own forward pass.

@@ -13,7 +13,8 @@ use crate::compare::{Rule, Verdict, judge_lse};
 use crate::dtype::DType;
 use crate::error::{InputError, ProblemError};
 use crate::exp::Exp;
-use crate::inputs::{Bound, Forward, Inputs, Outputs, Sequence};
+use crate::inputs::{Bound, Inputs, Sequence};
+use crate::outputs::{Forward, Outputs};
 use crate::precision::Precision;
 use crate::problem::{Problem, Side};
 use crate::tensor::{Dims, Tensor, TensorError, TensorView, TensorViewMut};
@@ -108,8 +109,8 @@ impl ParallaxOutputs<'_> {
     /// Checks that these tensors fit.
     pub fn check(&self, parallax: &Parallax) -> Result<(), InputError> {
         self.own.check(&parallax.problem)?;
-        crate::inputs::shape_is("mean", self.mean.shape(), &parallax.problem.lse_shape())?;
-        crate::inputs::dtype_is("mean", self.mean.dtype(), DType::F32)
+        crate::fit::shape_is("mean", self.mean.shape(), &parallax.problem.lse_shape())?;
+        crate::fit::dtype_is("mean", self.mean.dtype(), DType::F32)
     }
 }
 
@@ -186,7 +187,7 @@ impl Arithmetic {
 }
 
 /// One row: its keys with their weights, and the gradient of the row if requested.
-struct Row {
+struct ParallaxRow {
     lse: f64,
     p: Vec<f64>,
     u: Vec<f64>,
@@ -194,7 +195,15 @@ struct Row {
     o: Vec<f64>,
 }
 
-fn row(a: Arithmetic, scale: f64, q: &[f64], r: &[f64], keys: &[&[f64]], values: &[&[f64]], vd: usize) -> Row {
+fn parallax_row(
+    a: Arithmetic,
+    scale: f64,
+    q: &[f64],
+    r: &[f64],
+    keys: &[&[f64]],
+    values: &[&[f64]],
+    vd: usize,
+) -> ParallaxRow {
     let s: Vec<f64> = keys.iter().map(|k| a.operand(scale * a.dot(q, k))).collect();
     let u: Vec<f64> = keys.iter().map(|k| a.operand(a.dot(r, k))).collect();
     let max = s.iter().fold(f64::NEG_INFINITY, |m, &s| if s.is_nan() || s > m { s } else { m });
@@ -210,7 +219,7 @@ fn row(a: Arithmetic, scale: f64, q: &[f64], r: &[f64], keys: &[&[f64]], values:
     let lse = if keys.is_empty() { f64::NEG_INFINITY } else { a.sum(max + total.ln()) };
     // Backward has only the f32 LSE, so its P has the LSE's rounding error.
     let p = if a.0.is_some() { s.iter().map(|s| a.sum(a.sum(s - lse).exp())).collect() } else { p };
-    Row { lse, p, u, mean, o }
+    ParallaxRow { lse, p, u, mean, o }
 }
 
 /// The definition, in f64; computes gradients if `d_o` is given.
@@ -227,7 +236,7 @@ fn rows_of(
     n: usize,
     dim: usize,
 ) -> Vec<f64> {
-    let rows = bound.rows(view.strides(), s, side);
+    let rows = bound.row_layout(view.strides(), s, side);
     let step = view.strides()[view.strides().len() - 1];
     (0..n).flat_map(|i| (0..dim).map(move |c| (i, c))).map(|(i, c)| view.at(rows.at(i, head) + c * step)).collect()
 }
@@ -247,9 +256,9 @@ fn walk(bound: &ParallaxBound<'_>, d_o: Option<&TensorView<'_>>, a: Arithmetic) 
     };
     let strides = |shape: Vec<usize>| Dims::new(&shape).and_then(|d| d.contiguous_strides()).expect("a shape");
     for s in own.sequences() {
-        let [q_rows, o_rows] = [p.q_shape(), p.o_shape()].map(|shape| own.rows(&strides(shape), s, Side::Query));
-        let [k_rows, v_rows] = [p.k_shape(), p.v_shape()].map(|shape| own.rows(&strides(shape), s, Side::Key));
-        let lse_rows = own.lse_rows(&strides(p.lse_shape()), s);
+        let [q_rows, o_rows] = [p.q_shape(), p.o_shape()].map(|shape| own.row_layout(&strides(shape), s, Side::Query));
+        let [k_rows, v_rows] = [p.k_shape(), p.v_shape()].map(|shape| own.row_layout(&strides(shape), s, Side::Key));
+        let lse_rows = own.lse_layout(&strides(p.lse_shape()), s);
         for h in 0..p.q_heads() {
             let kv = h / p.group();
             let q = rows_of(own, own.q(), s, Side::Query, h, s.q_len, d);
@@ -262,7 +271,7 @@ fn walk(bound: &ParallaxBound<'_>, d_o: Option<&TensorView<'_>>, a: Arithmetic) 
                 let keys: Vec<&[f64]> = seen.iter().map(|&j| &k[j * d..(j + 1) * d]).collect();
                 let values: Vec<&[f64]> = seen.iter().map(|&j| &v[j * vd..(j + 1) * vd]).collect();
                 let (q, r) = (&q[i * d..(i + 1) * d], &r[i * d..(i + 1) * d]);
-                let row = row(a, scale, q, r, &keys, &values, vd);
+                let row = parallax_row(a, scale, q, r, &keys, &values, vd);
                 out.lse[lse_rows.at(i, h)] = row.lse;
                 out.o[o_rows.at(i, h)..][..vd]
                     .copy_from_slice(&row.o.iter().map(|&x| a.operand(x)).collect::<Vec<_>>());
@@ -340,7 +349,7 @@ mod tests {
         let run = |q: &[f64], r: &[f64], k: &[f64], v: &[f64]| {
             let keys: Vec<&[f64]> = k.chunks_exact(d).collect();
             let values: Vec<&[f64]> = v.chunks_exact(vd).collect();
-            row(a, scale, q, r, &keys, &values, vd)
+            parallax_row(a, scale, q, r, &keys, &values, vd)
         };
         let found = run(&q, &r, &k, &v);
         let weights: Vec<f64> = found.p.iter().zip(&found.u).map(|(p, u)| p * (1.0 + found.mean - u)).collect();

@@ -8,8 +8,9 @@
 use crate::codes;
 use crate::exact::{Exact, sink_share};
 use crate::exp::{self, Exp};
-use crate::inputs::{Bound, Forward, Gradients};
-use crate::oracle::{Answer, At, GradientAnswer, KeyGradient, Row};
+use crate::inputs::Bound;
+use crate::oracle::{Answer, At, GradientAnswer, KeyGradient, RowAnswer};
+use crate::outputs::{Forward, Gradients};
 use crate::precision::{Delta, Precision};
 use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorError, TensorView};
@@ -32,8 +33,8 @@ pub fn forward(bound: &Bound<'_>) -> Answer {
 }
 
 /// The forward result of chosen query rows.
-pub fn forward_rows(bound: &Bound<'_>, rows: &[At]) -> Vec<Row> {
-    arithmetic!(bound, walk::forward_rows(bound, rows)).into_iter().map(|(o, lse)| Row { o, lse }).collect()
+pub fn forward_rows(bound: &Bound<'_>, rows: &[At]) -> Vec<RowAnswer> {
+    arithmetic!(bound, walk::forward_rows(bound, rows)).into_iter().map(|(o, lse)| RowAnswer { o, lse }).collect()
 }
 
 /// All gradients, in values of the problem's type (f32 for those of sinks and auxiliary tensors).
@@ -117,9 +118,9 @@ impl Arithmetic for Coded {
     fn quantise(problem: &Problem, k: &mut [f64], v: &mut [f64]) -> Option<Vec<f32>> {
         Exact::quantise(problem, k, v)
     }
-    fn row(head: &Head<'_, f64>, q: usize) -> walk::Row {
+    fn row_forward(head: &Head<'_, f64>, q: usize) -> walk::RowForward {
         let problem = head.problem();
-        let exact = Exact::row(head, q);
+        let exact = Exact::row_forward(head, q);
         let coded = codes::weights(head, &exact.keys, &codes::scores(head, q, &exact));
         let (query, taken_out) = (narrow(&head.query(q)), head.taken_out(q) as f32);
         let score = |&k: &usize| (dot(&query, &narrow(head.key(k))) + taken_out) * problem.scale();
@@ -144,7 +145,7 @@ impl Arithmetic for Coded {
         let wide = |p: &[f32], factor: f32| p.iter().map(|&p| f64::from(p * factor)).collect::<Vec<f64>>();
         let (keys, lse) = (exact.keys.clone(), f64::from(lse));
         let Some(coded) = coded else {
-            return walk::Row { keys, scaled, o: weighted(&p, 1.0), p: wide(&p, 1.0), lse, exact: None };
+            return walk::RowForward { keys, scaled, o: weighted(&p, 1.0), p: wide(&p, 1.0), lse, exact: None };
         };
         let coded = narrow(&coded);
         let o = weighted(&coded, share);
@@ -152,9 +153,9 @@ impl Arithmetic for Coded {
             Precision::Groups(spec) if spec.delta == Delta::Exact => weighted(&p, 1.0),
             _ => o.clone(),
         };
-        walk::Row { keys, scaled, p: wide(&coded, share), o, lse, exact: Some((wide(&p, 1.0), delta)) }
+        walk::RowForward { keys, scaled, p: wide(&coded, share), o, lse, exact: Some((wide(&p, 1.0), delta)) }
     }
-    fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
+    fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::RowForward, given: &Cotangent) -> walk::RowGradient {
         row_gradient(head, q, row, given, head.problem().scale())
     }
     fn add(sum: f64, x: f64, y: f64) -> f64 {
@@ -210,7 +211,7 @@ impl Arithmetic for Rounded {
         x as f32
     }
 
-    fn row(head: &Head<'_, f32>, q: usize) -> walk::Row {
+    fn row_forward(head: &Head<'_, f32>, q: usize) -> walk::RowForward {
         let problem = head.problem();
         let query = narrow(&head.query(q));
         let (mut keys, mut scaled, mut scores) = (Vec::new(), Vec::new(), Vec::new());
@@ -243,10 +244,10 @@ impl Arithmetic for Rounded {
         }
         let wide = |x: Vec<f32>| x.into_iter().map(f64::from).collect();
         let o = o.into_iter().map(|x| round(problem, x)).collect();
-        walk::Row { keys, scaled, p: wide(p), o: wide(o), lse: f64::from(lse), exact: None }
+        walk::RowForward { keys, scaled, p: wide(p), o: wide(o), lse: f64::from(lse), exact: None }
     }
 
-    fn row_gradient(head: &Head<'_, f32>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
+    fn row_gradient(head: &Head<'_, f32>, q: usize, row: &walk::RowForward, given: &Cotangent) -> walk::RowGradient {
         // K contains the scale.
         row_gradient(head, q, row, given, 1.0)
     }
@@ -264,7 +265,7 @@ impl Arithmetic for Rounded {
 fn row_gradient<T: Copy + Into<f64>>(
     head: &Head<'_, T>,
     q: usize,
-    row: &walk::Row,
+    row: &walk::RowForward,
     given: &Cotangent,
     scale: f32,
 ) -> walk::RowGradient {

@@ -247,7 +247,7 @@ impl Problem {
         &self.programs.aux_gradients
     }
 
-    fn rows(&self, side: Side, heads: usize, dim: usize) -> Dims {
+    fn token_dims(&self, side: Side, heads: usize, dim: usize) -> Dims {
         match self.layout {
             Layout::Dense { batch, q_len, k_len } => {
                 Dims::from([batch, if side == Side::Query { q_len } else { k_len }, heads, dim])
@@ -259,10 +259,10 @@ impl Problem {
     pub(crate) fn row_dims(&self) -> [Dims; 4] {
         let (query, key) = (Side::Query, Side::Key);
         [
-            self.rows(query, self.q_heads, self.head_dim),
-            self.rows(key, self.kv_heads, self.head_dim),
-            self.rows(key, self.kv_heads, self.value_dim),
-            self.rows(query, self.q_heads, self.value_dim),
+            self.token_dims(query, self.q_heads, self.head_dim),
+            self.token_dims(key, self.kv_heads, self.head_dim),
+            self.token_dims(key, self.kv_heads, self.value_dim),
+            self.token_dims(query, self.q_heads, self.value_dim),
         ]
     }
     /// Shape of the LSE, without an allocation.

@@ -20,7 +20,7 @@ impl Bound<'_> {
         ];
         for (arg, view, side, heads, dim) in tensors {
             for sequence in self.sequences() {
-                let rows = self.rows(view.strides(), sequence, side);
+                let rows = self.row_layout(view.strides(), sequence, side);
                 let len = if side == Side::Query { sequence.q_len } else { sequence.k_len };
                 for at in (0..len).flat_map(|i| (0..heads).map(move |h| rows.at(i, h))) {
                     // Check the exponent bits without stopping early, so that the loop vectorises.

@@ -258,7 +258,7 @@ impl<'a> SkipBound<'a> {
     }
 
     /// The rows of a tile of queries.
-    pub fn rows(&self, s: &Sequence, tile: usize) -> Range<usize> {
+    pub fn tile_rows(&self, s: &Sequence, tile: usize) -> Range<usize> {
         let rows = self.problem.skip.tile[0];
         (tile * rows).min(s.q_len)..((tile + 1) * rows).min(s.q_len)
     }
@@ -266,7 +266,7 @@ impl<'a> SkipBound<'a> {
     /// The key tiles that levels 1 and 2 keep in a row of tiles, ascending.
     pub fn admitted(&self, s: &Sequence, head: usize, tile: usize, counts: &mut TileCounts) -> Vec<usize> {
         let skip = &self.problem.skip;
-        let rows = self.rows(s, tile);
+        let rows = self.tile_rows(s, tile);
         if rows.is_empty() || s.k_len == 0 {
             return Vec::new();
         }
@@ -320,7 +320,7 @@ impl<'a> SkipBound<'a> {
         let problem = &self.problem.base;
         let (d, cols) = (problem.head_dim(), self.problem.skip.tile[1]);
         let summary = |view: &crate::TensorView<'_>, side: Side, head: usize, range: Range<usize>| {
-            let at = self.bound.rows(view.strides(), s, side);
+            let at = self.bound.row_layout(view.strides(), s, side);
             let (mut mean, mut unit) = (vec![0.0f64; d], vec![0.0f64; d]);
             let n = range.len() as f64;
             for i in range {
@@ -408,12 +408,12 @@ impl<'a> SkipBound<'a> {
         let cols = self.problem.skip.tile[1];
         let mut all = Vec::new();
         self.each(|s, head, tile| {
-            let rows = self.rows(s, tile);
+            let rows = self.tile_rows(s, tile);
             let tiles = self.admitted(s, head, tile, &mut TileCounts::default());
             let lambda = self.lambda(s, head, rows.clone()).map(f64::ln);
             let (q_at, k_at) = (
-                self.bound.rows(self.bound.q().strides(), s, Side::Query),
-                self.bound.rows(self.bound.k().strides(), s, Side::Key),
+                self.bound.row_layout(self.bound.q().strides(), s, Side::Query),
+                self.bound.row_layout(self.bound.k().strides(), s, Side::Key),
             );
             let mut max = vec![f64::NEG_INFINITY; rows.len()];
             let mut found = Vec::new();

@@ -40,7 +40,8 @@ impl Clusters {
         };
         let mut all = Vec::new();
         for s in bound.sequences() {
-            let (keys, own) = (bound.rows(bound.k().strides(), s, Side::Key), bound.rows(&strides, s, Side::Key));
+            let (keys, own) =
+                (bound.row_layout(bound.k().strides(), s, Side::Key), bound.row_layout(&strides, s, Side::Key));
             for head in 0..heads {
                 let label = |key: usize| labels[own.at(key, head)];
                 let row = |key: usize| (0..d).map(move |c| bound.k().at(keys.at(key, head) + c)).collect::<Vec<f64>>();
@@ -63,7 +64,7 @@ impl Clusters {
         let (d, own) = (problem.head_dim(), &self.all[s.batch * self.heads + head / problem.group()]);
         let (odd, heard): (Vec<usize>, Vec<usize>) = tiles.iter().partition(|&&t| own.odd[t]);
         let mut shares = vec![0.0f64; heard.len()];
-        let at = bound.rows(bound.q().strides(), s, Side::Query);
+        let at = bound.row_layout(bound.q().strides(), s, Side::Query);
         let count = rows.len() as f64;
         for i in rows {
             let q: Vec<f64> = (0..d).map(|c| bound.q().at(at.at(i, head) + c)).collect();

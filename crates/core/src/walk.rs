@@ -5,7 +5,7 @@
 
 use crate::expr::{Coverage, Env};
 use crate::format::Granularity;
-use crate::inputs::{Bound, Rows, Sequence};
+use crate::inputs::{Bound, RowLayout, Sequence};
 use crate::precision::{GroupAttention, Int8Attention, Precision};
 use crate::problem::{Problem, Side};
 use crate::tensor::{Dims, TensorView};
@@ -23,7 +23,7 @@ pub struct At {
 }
 
 /// Forward results of one row, including the inputs of its backward.
-pub(crate) struct Row {
+pub(crate) struct RowForward {
     /// The visible keys, ascending, without keys whose modified score is -inf.
     pub keys: Vec<usize>,
     /// The score of each visible key before the modifiers.
@@ -68,8 +68,8 @@ pub(crate) trait Arithmetic {
     fn quantise(_: &Problem, _: &mut [Self::Number], _: &mut [Self::Number]) -> Option<Vec<f32>> {
         None
     }
-    fn row(head: &Head<'_, Self::Number>, q: usize) -> Row;
-    fn row_gradient(head: &Head<'_, Self::Number>, q: usize, row: &Row, given: &Cotangent) -> RowGradient;
+    fn row_forward(head: &Head<'_, Self::Number>, q: usize) -> RowForward;
+    fn row_gradient(head: &Head<'_, Self::Number>, q: usize, row: &RowForward, given: &Cotangent) -> RowGradient;
     /// sum + x * y, rounded as in sums over rows.
     fn add(sum: f64, x: f64, y: f64) -> f64;
     /// The value that a tensor of the problem's type stores.
@@ -100,8 +100,8 @@ impl<'a, T: Copy> Head<'a, T> {
         let problem = bound.problem();
         let kv_head = head / problem.group();
         let (k_rows, v_rows) = (
-            bound.rows(bound.k().strides(), &sequence, Side::Key),
-            bound.rows(bound.v().strides(), &sequence, Side::Key),
+            bound.row_layout(bound.k().strides(), &sequence, Side::Key),
+            bound.row_layout(bound.v().strides(), &sequence, Side::Key),
         );
         let (mut k, mut v) = (Vec::new(), Vec::new());
         for j in 0..sequence.k_len {
@@ -144,7 +144,7 @@ impl<'a, T: Copy> Head<'a, T> {
 
     /// A query as the caller gave it.
     pub fn given_query(&self, q: usize) -> Vec<f64> {
-        let rows = self.bound.rows(self.bound.q().strides(), &self.sequence, Side::Query);
+        let rows = self.bound.row_layout(self.bound.q().strides(), &self.sequence, Side::Query);
         read(self.bound.q(), rows.at(q, self.head), self.problem().head_dim()).collect()
     }
 
@@ -185,9 +185,9 @@ impl<'a, T: Copy> Head<'a, T> {
     }
 
     fn cotangent(&self, q: usize, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> Cotangent {
-        let rows = self.bound.rows(d_o.strides(), &self.sequence, Side::Query);
+        let rows = self.bound.row_layout(d_o.strides(), &self.sequence, Side::Query);
         let d_lse = d_lse.map_or(0.0, |d| {
-            let rows = self.bound.lse_rows(d.strides(), &self.sequence);
+            let rows = self.bound.lse_layout(d.strides(), &self.sequence);
             d.at(rows.at(q, self.head))
         });
         Cotangent { d_o: read(d_o, rows.at(q, self.head), self.problem().value_dim()).collect(), d_lse }
@@ -214,13 +214,13 @@ pub(crate) fn visible(bound: &Bound<'_>, sequence: &Sequence, head: usize, q: us
 }
 
 /// The rows of a sequence in a row-major tensor of the given shape.
-pub(crate) fn packed_rows(bound: &Bound<'_>, shape: &[usize], sequence: &Sequence, side: Side) -> Rows {
-    bound.rows(&strides(shape), sequence, side)
+pub(crate) fn packed_layout(bound: &Bound<'_>, shape: &[usize], sequence: &Sequence, side: Side) -> RowLayout {
+    bound.row_layout(&strides(shape), sequence, side)
 }
 
 /// The rows of a sequence in a row-major tensor of the shape of the LSE.
-pub(crate) fn packed_lse(bound: &Bound<'_>, sequence: &Sequence) -> Rows {
-    bound.lse_rows(&strides(&bound.problem().lse_shape()), sequence)
+pub(crate) fn packed_lse_layout(bound: &Bound<'_>, sequence: &Sequence) -> RowLayout {
+    bound.lse_layout(&strides(&bound.problem().lse_shape()), sequence)
 }
 
 fn strides(shape: &[usize]) -> Dims {
@@ -234,11 +234,12 @@ pub(crate) fn forward<A: Arithmetic>(bound: &Bound<'_>) -> (Vec<f64>, Vec<f64>) 
     let mut o = vec![0.0; shape.iter().product()];
     let mut lse = vec![f64::NEG_INFINITY; problem.lse_shape().iter().product()];
     for sequence in bound.sequences() {
-        let (o_rows, lse_rows) = (packed_rows(bound, &shape, sequence, Side::Query), packed_lse(bound, sequence));
+        let (o_rows, lse_rows) =
+            (packed_layout(bound, &shape, sequence, Side::Query), packed_lse_layout(bound, sequence));
         for h in 0..problem.q_heads() {
             let head = Head::new::<A>(bound, *sequence, h);
             for q in 0..sequence.q_len {
-                let row = A::row(&head, q);
+                let row = A::row_forward(&head, q);
                 for (i, x) in row.o.into_iter().enumerate() {
                     o[o_rows.at(q, h) + i] = A::store(problem, x);
                 }
@@ -279,7 +280,7 @@ pub(crate) fn forward_rows<A: Arithmetic>(bound: &Bound<'_>, rows: &[At]) -> Vec
     chosen::<A, _>(bound, rows, |found| match found {
         None => (vec![0.0; problem.value_dim()], f64::NEG_INFINITY),
         Some((head, q)) => {
-            let row = A::row(head, q);
+            let row = A::row_forward(head, q);
             (row.o.into_iter().map(|x| A::store(problem, x)).collect(), row.lse)
         }
     })
@@ -318,7 +319,7 @@ impl KeySums {
         KeySums { d_k: vec![0.0; k_len * problem.head_dim()], d_v: vec![0.0; k_len * problem.value_dim()] }
     }
 
-    fn add<A: Arithmetic>(&mut self, q: &[f64], row: &Row, gradient: &RowGradient, given: &Cotangent) {
+    fn add<A: Arithmetic>(&mut self, q: &[f64], row: &RowForward, gradient: &RowGradient, given: &Cotangent) {
         for (j, &k) in row.keys.iter().enumerate() {
             for (sum, x) in self.d_k[k * q.len()..].iter_mut().zip(q) {
                 *sum = A::add(*sum, gradient.d_scaled[j], *x);
@@ -343,7 +344,7 @@ impl KeySums {
 fn aux_terms<T: Copy>(
     head: &Head<'_, T>,
     q: usize,
-    row: &Row,
+    row: &RowForward,
     gradient: &RowGradient,
     mut visit: impl FnMut(usize, usize, f64, f64),
 ) {
@@ -367,7 +368,7 @@ fn aux_terms<T: Copy>(
 fn add_aux<A: Arithmetic>(
     head: &Head<'_, A::Number>,
     q: usize,
-    row: &Row,
+    row: &RowForward,
     gradient: &RowGradient,
     d_aux: &mut [Option<Vec<f64>>],
 ) {
@@ -393,7 +394,7 @@ pub(crate) fn noise<A: Arithmetic, B: Arithmetic>(
             let (exact, rounded) = (Head::new::<A>(bound, *sequence, h), Head::new::<B>(bound, *sequence, h));
             for q in 0..sequence.q_len {
                 let given = exact.cotangent(q, d_o, d_lse);
-                let (row_a, row_b) = (A::row(&exact, q), B::row(&rounded, q));
+                let (row_a, row_b) = (A::row_forward(&exact, q), B::row_forward(&rounded, q));
                 let a = A::row_gradient(&exact, q, &row_a, &given);
                 let b = B::row_gradient(&rounded, q, &row_b, &given);
                 *d_sink += (a.d_sink - b.d_sink).powi(2);
@@ -419,7 +420,7 @@ pub(crate) fn backward<A: Arithmetic>(bound: &Bound<'_>, d_o: &TensorView<'_>, d
     let problem = bound.problem();
     let mut sums = Sums::zeros(problem);
     for sequence in bound.sequences() {
-        let rows = |shape: &[usize], side| packed_rows(bound, shape, sequence, side);
+        let rows = |shape: &[usize], side| packed_layout(bound, shape, sequence, side);
         let q_rows = rows(&problem.q_shape(), Side::Query);
         let (k_rows, v_rows) = (rows(&problem.k_shape(), Side::Key), rows(&problem.v_shape(), Side::Key));
         for kv_head in 0..problem.kv_heads() {
@@ -427,7 +428,7 @@ pub(crate) fn backward<A: Arithmetic>(bound: &Bound<'_>, d_o: &TensorView<'_>, d
             for h in kv_head * problem.group()..(kv_head + 1) * problem.group() {
                 let head = Head::new::<A>(bound, *sequence, h);
                 for q in 0..sequence.q_len {
-                    let (row, given) = (A::row(&head, q), head.cotangent(q, d_o, d_lse));
+                    let (row, given) = (A::row_forward(&head, q), head.cotangent(q, d_o, d_lse));
                     let gradient = A::row_gradient(&head, q, &row, &given);
                     keys.add::<A>(&head.query(q), &row, &gradient, &given);
                     add_aux::<A>(&head, q, &row, &gradient, &mut sums.d_aux);
@@ -458,7 +459,7 @@ pub(crate) fn backward_rows<A: Arithmetic>(
     chosen::<A, _>(bound, rows, |found| match found {
         None => vec![0.0; problem.head_dim()],
         Some((head, q)) => {
-            let (row, given) = (A::row(head, q), head.cotangent(q, d_o, d_lse));
+            let (row, given) = (A::row_forward(head, q), head.cotangent(q, d_o, d_lse));
             let d_q = A::row_gradient(head, q, &row, &given).d_q;
             d_q.into_iter().map(|x| A::store(problem, x)).collect()
         }
@@ -483,7 +484,7 @@ pub(crate) fn backward_keys<A: Arithmetic>(
         for h in kv_head * problem.group()..(kv_head + 1) * problem.group() {
             let head = Head::new::<A>(bound, sequence, h);
             for q in 0..sequence.q_len {
-                let (row, given) = (A::row(&head, q), head.cotangent(q, d_o, d_lse));
+                let (row, given) = (A::row_forward(&head, q), head.cotangent(q, d_o, d_lse));
                 let gradient = A::row_gradient(&head, q, &row, &given);
                 sums.add::<A>(&head.query(q), &row, &gradient, &given);
             }

@@ -220,7 +220,7 @@ fn chosen_rows_and_keys_are_those_of_the_whole() {
         let gradients = oracle::backward(&bound, &d_o, None);
         let strides =
             |shape: &[usize]| (0..shape.len()).map(|i| shape[i + 1..].iter().product()).collect::<Vec<usize>>();
-        let at = |s: &Sequence, shape: &[usize], side, h, i| bound.rows(&strides(shape), s, side).at(i, h);
+        let at = |s: &Sequence, shape: &[usize], side, h, i| bound.row_layout(&strides(shape), s, side).at(i, h);
         for s in bound.sequences() {
             for h in 0..p.q_heads() {
                 let rows: Vec<At> = (0..s.q_len).map(|row| At { batch: s.batch, head: h, row }).collect();

@@ -4,9 +4,9 @@
 //! keys of one key/value head: it keeps their dK and dV and goes through all tiles of queries. dQ is summed over the
 //! runs of keys in ascending order, whichever thread gets there first, because the runs take turns on each tile.
 
-mod cold;
-mod on_tiles;
-mod rows;
+mod nonfinite;
+mod on_matrix_unit;
+mod row_stats;
 
 use crate::evaluate::{KEYS, Plan};
 use crate::memory::{Arena, SharedRows, with_workspace};
@@ -17,7 +17,7 @@ use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Tile};
 use crate::unit::{Keys, Products};
 use fulgurite_core::{GradientOutputs, Saved, Tensor};
-use rows::{RowTable, Stats, sink_gradients};
+use row_stats::{RowTable, Stats, sink_gradients};
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -84,8 +84,8 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
         // Several elements of the scores may add to one element of an auxiliary tensor: a single thread keeps their
         // order.
         let threads = if cx.problem.aux_gradients().is_empty() { threads } else { 1 };
-        pool::run(threads, items.len(), &|i| match on_tiles::unit(cx) {
-            Some(unit) => work.item_on_tiles(&items[i], unit),
+        pool::run(threads, items.len(), &|i| match on_matrix_unit::unit(cx) {
+            Some(unit) => work.item_on_matrix_unit(&items[i], unit),
             None => work.item(&items[i]),
         });
     }
@@ -170,7 +170,7 @@ struct Space<'w> {
 }
 
 /// A tile with its row statistics.
-struct Row {
+struct TileStats {
     tile: Tile,
     lanes: Lanes,
     lse: [f32; MAX_LANES],
@@ -217,17 +217,17 @@ impl Work<'_> {
             let sequence = &cx.bound.sequences()[item.sequence];
             let k = cx.keys(cx.bound.k(), sequence, item.kv_head, keys.clone(), [cx.d, cx.d_pad], k);
             let v = cx.keys(cx.bound.v(), sequence, item.kv_head, keys.clone(), [cx.dv, cx.dv_pad], v).rows;
-            let finite = cold::finite_blocks(cx, k, keys.len());
+            let finite = nonfinite::finite_blocks(cx, k, keys.len());
             let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
             let packed = cx.packer.keys(cx, &own, k_packed);
             let _held = cx.unit.hold();
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
-                let row = self.row(tile);
-                if !cx.sees_any(tile, &row.lanes, keys.clone(), BLOCK) {
+                let stats = self.tile_stats(tile);
+                if !cx.sees_any(tile, &stats.lanes, keys.clone(), BLOCK) {
                     continue;
                 }
-                self.tile(&row, keys.clone(), [k, packed], (v, &finite), &mut space);
-                self.add_to_d_q(item, number, &row, space.d_q, cx.d_pad);
+                self.tile(&stats, keys.clone(), [k, packed], (v, &finite), &mut space);
+                self.add_to_d_q(item, number, &stats, space.d_q, cx.d_pad);
             }
             self.store_keys(item, keys, [space.d_k, space.d_v], [cx.d_pad, cx.dv_pad]);
         });
@@ -237,7 +237,7 @@ impl Work<'_> {
     fn store_keys(&self, item: &Item, keys: Range<usize>, [d_k, d_v]: [&[f32]; 2], widths: [usize; 2]) {
         let cx = self.cx;
         let sequence = &cx.bound.sequences()[item.sequence];
-        let (dk_rows, dv_rows) = (cx.key_rows(self.k_strides, sequence), cx.key_rows(self.v_strides, sequence));
+        let (dk_rows, dv_rows) = (cx.key_layout(self.k_strides, sequence), cx.key_layout(self.v_strides, sequence));
         for (i, key) in keys.enumerate() {
             // SAFETY: each key of each key/value head belongs to one item.
             unsafe {
@@ -247,14 +247,14 @@ impl Work<'_> {
         }
     }
 
-    fn row(&self, tile: &Tile) -> Row {
+    fn tile_stats(&self, tile: &Tile) -> TileStats {
         let cx = self.cx;
         // Lanes past the last row get probabilities of 0.
         let (mut lse, mut delta, mut max) = ([f32::INFINITY; MAX_LANES], [0.0; MAX_LANES], [0.0; MAX_LANES]);
         let scale = if self.goes_through() { 1.0 } else { cx.problem.scale() };
         let mut inverse = None;
         for lane in 0..tile.rows {
-            let (q, head) = cx.row(tile, lane);
+            let (q, head) = cx.query_and_head(tile, lane);
             let at = self.rows.at(cx, tile.sequence, head, q);
             // A row without keys has probabilities of 0: e^(s - inf).
             let own = self.stats.lse[at];
@@ -265,38 +265,38 @@ impl Work<'_> {
                 inverse.get_or_insert([1.0; MAX_LANES])[lane] = own;
             }
         }
-        Row { tile: *tile, lanes: cx.lanes(tile), lse, delta, max, inverse }
+        TileStats { tile: *tile, lanes: cx.lanes(tile), lse, delta, max, inverse }
     }
 
     /// Processes all blocks of a run of keys for one tile: adds to dK and dV, and leaves the run's dQ in `space`.
     fn tile(
         &self,
-        row: &Row,
+        stats: &TileStats,
         keys: Range<usize>,
         [k, packed]: [KeyRows<'_>; 2],
         (v, finite): (Matrix<'_>, &[bool]),
         space: &mut Space<'_>,
     ) {
         let cx = self.cx;
-        let stride = row.lanes.stride;
-        let sequence = &cx.bound.sequences()[row.tile.sequence];
-        cx.unit.queries(cx, &row.tile, stride, space.q, space.q_packed);
+        let stride = stats.lanes.stride;
+        let sequence = &cx.bound.sequences()[stats.tile.sequence];
+        cx.unit.queries(cx, &stats.tile, stride, space.q, space.q_packed);
         let mut rows_finite = true;
         for (view, n, width, out) in
             [(cx.bound.q(), cx.d, cx.d_pad, &mut *space.q), (&self.saved.d_o, cx.dv, cx.dv_pad, &mut *space.d_o)]
         {
-            let rows = cx.query_rows(view.strides(), sequence);
-            rows_finite &= cx.gather(&row.tile, &view.data(), &rows, n, &mut out[..stride * width], width);
+            let rows = cx.query_layout(view.strides(), sequence);
+            rows_finite &= cx.gather(&stats.tile, &view.data(), &rows, n, &mut out[..stride * width], width);
         }
         cx.kernels.transpose(space.d_o, cx.dv_pad, space.d_o_turned, stride, stride, cx.dv_pad);
         space.d_q[..stride * cx.d_pad].fill(0.0);
         for start in keys.clone().step_by(BLOCK) {
             let first = start - keys.start;
             let [own, packed] = [k, packed].map(|k| KeyRows { rows: k.rows.at(first, 0), ..k });
-            for piece in cx.pieces(&row.tile, start..(start + BLOCK).min(keys.end)) {
-                let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+            for piece in cx.pieces(&stats.tile, start..(start + BLOCK).min(keys.end)) {
+                let Some(step) = cx.step(&stats.tile, &stats.lanes, &piece, start) else { continue };
                 let all_finite = rows_finite && finite[first / BLOCK];
-                if self.block(row, &step, (start, first, all_finite), packed, v.at(first, 0), space) {
+                if self.block(stats, &step, (start, first, all_finite), packed, v.at(first, 0), space) {
                     continue;
                 }
                 for seg in step.segments(1) {
@@ -315,7 +315,7 @@ impl Work<'_> {
     /// `finite` tells whether Q, dO and K are finite. Returns true if everything is done, including dQ.
     fn block(
         &self,
-        row: &Row,
+        stats: &TileStats,
         step: &Step,
         (start, first, finite): (usize, usize, bool),
         k: KeyRows<'_>,
@@ -323,7 +323,7 @@ impl Work<'_> {
         space: &mut Space<'_>,
     ) -> bool {
         let cx = self.cx;
-        let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
+        let (stride, width) = (stats.lanes.stride, cx.kernels.lanes);
         let (d, dv) = (cx.d_pad, cx.dv_pad);
         let products = Products { step, stride, ahead: &mut Ahead::default() };
         cx.unit.scores(cx, products, k, space.q_packed, space.s);
@@ -338,29 +338,29 @@ impl Work<'_> {
             cx.kernels.gemm(dp, v.at(key, 0), d_o, [keys, lanes, cx.dv], Sum::Fresh, &mut Ahead::default());
         }
         if step.rest || modified {
-            let lanes = (&row.tile, &row.lanes);
+            let lanes = (&stats.tile, &stats.lanes);
             cx.modify(&mut space.modifier, lanes, (step, start), space.s, Some(&mut *space.derivative));
         }
-        let seen = if finite { None } else { self.partly_seen(row, step, start, space.s) };
-        cx.kernels.grad(&mut self.grad_args(row, step, [space.s, space.dp], space.derivative));
-        self.normalise(row, step, [space.s, space.dp]);
+        let seen = if finite { None } else { self.partly_seen(stats, step, start, space.s) };
+        cx.kernels.grad(&mut self.grad_args(stats, step, [space.s, space.dp], space.derivative));
+        self.normalise(stats, step, [space.s, space.dp]);
         if let Some(seen) = &seen {
             [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
         }
         if modified {
-            cold::clear_past(&row.tile, stride, step, [space.s, space.dp]);
+            nonfinite::clear_past(&stats.tile, stride, step, [space.s, space.dp]);
         }
         if self.goes_through() {
-            self.through_modifier(row, step, start, (space.dp, space.derivative));
+            self.through_modifier(stats, step, start, (space.dp, space.derivative));
         }
-        self.round_weights(row, step, space.s);
+        self.round_weights(stats, step, space.s);
         if let Some(seen) = &seen {
-            let sums = cold::Sums {
+            let sums = nonfinite::Sums {
                 d_k: (&mut space.d_k[first * d..], d),
                 d_v: (&mut space.d_v[first * dv..], dv),
                 d_q: (space.d_q, [d, 1]),
             };
-            self.add_visible(row, start, seen, [space.s, space.dp], sums);
+            self.add_visible(stats, start, seen, [space.s, space.dp], sums);
             return true;
         }
         for seg in step.segments(1) {
@@ -378,7 +378,7 @@ impl Work<'_> {
     /// The element-wise part of a block, from S and dP to P and dS.
     fn grad_args<'b>(
         &self,
-        row: &'b Row,
+        stats: &'b TileStats,
         step: &'b Step,
         [s, dp]: [&'b mut [f32]; 2],
         derivative: &'b [f32],
@@ -386,15 +386,15 @@ impl Work<'_> {
         GradArgs {
             s,
             dp,
-            stride: row.lanes.stride,
+            stride: stats.lanes.stride,
             ranges: step.ranges,
             inner: step.inner,
             lo: &step.lo,
             hi: &step.hi,
             hidden: step.rest || self.cx.is_modified(),
-            lse: &row.lse,
-            max: &row.max,
-            delta: &row.delta,
+            lse: &stats.lse,
+            max: &stats.max,
+            delta: &stats.delta,
             scale: if self.goes_through() { 1.0 } else { self.cx.problem.scale() },
             derivative: (self.cx.has_derivative() && !self.goes_through()).then_some(derivative),
             exp: self.cx.exp,
@@ -402,26 +402,26 @@ impl Work<'_> {
     }
 
     /// Divides P and dS by the row sums, for rows whose LSE is only their maximum.
-    fn normalise(&self, row: &Row, step: &Step, tiles: [&mut [f32]; 2]) {
-        let Some(inverse) = &row.inverse else { return };
-        let (stride, seen) = (row.lanes.stride, step.hull());
+    fn normalise(&self, stats: &TileStats, step: &Step, tiles: [&mut [f32]; 2]) {
+        let Some(inverse) = &stats.inverse else { return };
+        let (stride, seen) = (stats.lanes.stride, step.hull());
         for x in tiles {
             self.cx.kernels.scale_lanes(&mut x[seen.start * stride..seen.end * stride], &inverse[..stride]);
         }
     }
 
     /// P as forward used it: relative to the maximum of the row, rounded, and divided by the sum.
-    fn round_weights(&self, row: &Row, step: &Step, p: &mut [f32]) {
+    fn round_weights(&self, stats: &TileStats, step: &Step, p: &mut [f32]) {
         let cx = self.cx;
         if cx.rounding.is_none() {
             return;
         }
-        let (stride, seen) = (row.lanes.stride, step.hull());
+        let (stride, seen) = (stats.lanes.stride, step.hull());
         let (mut sum, mut share) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
         for lane in 0..stride {
             // A row without keys has an infinite LSE here, and weights of 0.
-            if row.lse[lane].is_finite() {
-                sum[lane] = (row.lse[lane] - row.max[lane]).exp();
+            if stats.lse[lane].is_finite() {
+                sum[lane] = (stats.lse[lane] - stats.max[lane]).exp();
                 share[lane] = 1.0 / sum[lane];
             }
         }
@@ -437,12 +437,12 @@ impl Work<'_> {
     }
 
     /// Converts dS of the modified score to that of the product of q and k; adds to gradients of auxiliary tensors.
-    fn through_modifier(&self, row: &Row, step: &Step, start: usize, (dp, derivative): (&mut [f32], &[f32])) {
+    fn through_modifier(&self, stats: &TileStats, step: &Step, start: usize, (dp, derivative): (&mut [f32], &[f32])) {
         let cx = self.cx;
-        let stride = row.lanes.stride;
+        let stride = stats.lanes.stride;
         let width = cx.kernels.lanes;
         if !cx.problem.aux_gradients().is_empty() {
-            self.aux_gradients(row, step, start, dp);
+            self.aux_gradients(stats, step, start, dp);
         }
         let scale = cx.problem.scale();
         if !cx.has_derivative() {
@@ -461,10 +461,10 @@ impl Work<'_> {
         }
     }
 
-    fn aux_gradients(&self, row: &Row, step: &Step, start: usize, dp: &[f32]) {
+    fn aux_gradients(&self, stats: &TileStats, step: &Step, start: usize, dp: &[f32]) {
         let cx = self.cx;
-        let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
-        let env = cx.env(&row.tile, &row.lanes, 0..stride);
+        let (stride, width) = (stats.lanes.stride, cx.kernels.lanes);
+        let env = cx.env(&stats.tile, &stats.lanes, 0..stride);
         let mut sums = self.aux.lock().unwrap_or_else(|e| e.into_inner());
         let [mut scores, mut made] = [(); 2].map(|_| vec![0.0f32; KEYS * stride]);
         for gradient in cx.problem.aux_gradients() {
@@ -480,7 +480,7 @@ impl Work<'_> {
                 let (first, n) = ((start + keys.start) as i32, keys.len());
                 if needs_score {
                     let rows = keys.clone().zip(scores.chunks_exact_mut(stride));
-                    rows.for_each(|(key, scores)| self.scores_again(row, key, start, scores));
+                    rows.for_each(|(key, scores)| self.scores_again(stats, key, start, scores));
                 }
                 let mut offsets = vec![0usize; n * stride];
                 for (index, &size) in at.iter_mut().zip(shape) {
@@ -491,7 +491,7 @@ impl Work<'_> {
                 }
                 cx.kernels.evaluate(derivative, first, n, (&scores, stride), &mut made);
                 for (i, key) in keys.enumerate() {
-                    for lane in 0..row.tile.rows {
+                    for lane in 0..stats.tile.rows {
                         let (a, b) = step.ranges[lane / width];
                         let ds = dp[key * stride + lane];
                         if (a..b).contains(&key) && ds != 0.0 {
@@ -505,15 +505,15 @@ impl Work<'_> {
     }
 
     /// The scaled scores of one key, before any modifier.
-    fn scores_again(&self, row: &Row, key: usize, start: usize, out: &mut [f32]) {
+    fn scores_again(&self, stats: &TileStats, key: usize, start: usize, out: &mut [f32]) {
         let cx = self.cx;
-        let sequence = &cx.bound.sequences()[row.tile.sequence];
+        let sequence = &cx.bound.sequences()[stats.tile.sequence];
         let k = cx.bound.k();
         let mut values = vec![0.0f32; cx.d];
-        let rows = cx.key_rows(k.strides(), sequence);
-        cx.kernels.widen(&k.data(), rows.at(start + key, row.tile.head / cx.problem.group()), &mut values);
+        let rows = cx.key_layout(k.strides(), sequence);
+        cx.kernels.widen(&k.data(), rows.at(start + key, stats.tile.head / cx.problem.group()), &mut values);
         let q = cx.bound.q();
-        let (starts, mut query) = (cx.row_starts(&row.tile, q.strides()), vec![0.0f32; cx.d]);
+        let (starts, mut query) = (cx.row_starts(&stats.tile, q.strides()), vec![0.0f32; cx.d]);
         for (score, &at) in out.iter_mut().zip(&starts) {
             cx.kernels.widen(&q.data(), at, &mut query);
             *score = query.iter().zip(&values).map(|(q, k)| q * k).sum::<f32>() * cx.problem.scale();
@@ -521,11 +521,11 @@ impl Work<'_> {
     }
 
     /// Adds a run's dQ when it is its turn.
-    fn add_to_d_q(&self, item: &Item, number: usize, row: &Row, d_q: &[f32], width: usize) {
+    fn add_to_d_q(&self, item: &Item, number: usize, stats: &TileStats, d_q: &[f32], width: usize) {
         let cx = self.cx;
         let turn = &self.turns[item.pair][number];
         let before =
-            (0..item.number).rev().find(|&run| cx.sees_any(&row.tile, &row.lanes, self.keys(item, run), BLOCK));
+            (0..item.number).rev().find(|&run| cx.sees_any(&stats.tile, &stats.lanes, self.keys(item, run), BLOCK));
         let need = before.map_or(0, |run| run + 1);
         let mut spins = 0u32;
         while turn.load(Ordering::Acquire) < need {
@@ -533,12 +533,12 @@ impl Work<'_> {
             // The predecessor was handed out earlier, so it is running or done, and this loop ends.
             if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
-        let sequence = &cx.bound.sequences()[row.tile.sequence];
-        let in_place = self.q_strides.map(|strides| cx.query_rows(strides, sequence));
-        for lane in 0..row.tile.rows {
-            let (q, head) = cx.row(&row.tile, lane);
+        let sequence = &cx.bound.sequences()[stats.tile.sequence];
+        let in_place = self.q_strides.map(|strides| cx.query_layout(strides, sequence));
+        for lane in 0..stats.tile.rows {
+            let (q, head) = cx.query_and_head(&stats.tile, lane);
             let at =
-                in_place.map_or_else(|| self.rows.at(cx, row.tile.sequence, head, q) * cx.d, |rows| rows.at(q, head));
+                in_place.map_or_else(|| self.rows.at(cx, stats.tile.sequence, head, q) * cx.d, |rows| rows.at(q, head));
             // SAFETY: runs take turns on a tile's rows, and each row belongs to one tile.
             let sum = unsafe { self.d_q.row(at, cx.d) };
             sum.iter_mut().zip(&d_q[lane * width..]).for_each(|(sum, x)| *sum += x);
@@ -561,7 +561,7 @@ fn narrow(
     pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
         let (sequence, head) = (i / heads, i % heads);
         let s = &cx.bound.sequences()[sequence];
-        let rows = cx.query_rows(strides, s);
+        let rows = cx.query_layout(strides, s);
         for q in 0..s.q_len {
             let at = table.at(cx, sequence, head, q) * cx.d;
             // SAFETY: each (sequence, head, query) is written once.

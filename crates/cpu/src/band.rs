@@ -11,7 +11,7 @@ use crate::skip::{Found, Item};
 use crate::tiles::Context;
 use crate::window::Spans;
 use fulgurite_core::skip::{HeadClass, SkipBound};
-use fulgurite_core::{Data, Precision, Sequence, TensorView};
+use fulgurite_core::{Data, Precision, RowLayout, Sequence, TensorView};
 use std::ops::Range;
 
 /// Number of keys per row beyond which scores leave the L1 cache.
@@ -55,7 +55,7 @@ impl<'a> Packed<'_, 'a> {
             turned(
                 cx,
                 cx.bound.k(),
-                cx.key_rows(cx.bound.k().strides(), self.sequence),
+                cx.key_layout(cx.bound.k().strides(), self.sequence),
                 first..first + n,
                 self.head,
                 [rows, to],
@@ -63,7 +63,7 @@ impl<'a> Packed<'_, 'a> {
             );
             if !in_place {
                 let v = cx.bound.v();
-                let at = cx.key_rows(v.strides(), self.sequence);
+                let at = cx.key_layout(v.strides(), self.sequence);
                 let to = self.values[panel * PANEL * cx.dv_pad..].chunks_exact_mut(cx.dv_pad);
                 for (key, row) in (first..first + n).zip(to) {
                     let start = at.at(key, self.head);
@@ -85,7 +85,7 @@ impl<'a> Packed<'_, 'a> {
         let v = cx.bound.v();
         match v.data() {
             Data::F32(all) if in_place(cx, self.sequence) => {
-                let at = cx.key_rows(v.strides(), self.sequence);
+                let at = cx.key_layout(v.strides(), self.sequence);
                 (&all[at.at(self.keys.start, self.head).min(all.len())..], at.row)
             }
             _ => (self.values, cx.dv_pad),
@@ -96,7 +96,7 @@ impl<'a> Packed<'_, 'a> {
 /// Whether values are read in place: rows that are far apart cost a page each, every time.
 fn in_place(cx: &Context<'_>, sequence: &Sequence) -> bool {
     let v = cx.bound.v();
-    let row = cx.key_rows(v.strides(), sequence).row;
+    let row = cx.key_layout(v.strides(), sequence).row;
     matches!(v.data(), Data::F32(_)) && cx.dv == cx.dv_pad && row <= 2 * cx.dv
 }
 
@@ -105,7 +105,7 @@ fn in_place(cx: &Context<'_>, sequence: &Sequence) -> bool {
 fn turned(
     cx: &Context<'_>,
     view: &TensorView<'_>,
-    at: fulgurite_core::Rows,
+    at: RowLayout,
     range: Range<usize>,
     head: usize,
     [rows, to]: [&mut [f32]; 2],
@@ -201,6 +201,124 @@ impl View<'_> {
     }
 }
 
+/// An item, and where its rows are in the tensors.
+struct Band<'a> {
+    cx: &'a Context<'a>,
+    item: &'a Item,
+    view: View<'a>,
+    out: &'a Out<'a>,
+    q_rows: RowLayout,
+    o_rows: RowLayout,
+    lse_rows: RowLayout,
+    /// First keys of the two runs.
+    origins: [usize; 2],
+}
+
+/// Buffers of a vector of rows.
+struct Space<'w> {
+    rows: &'w mut [f32],
+    q: &'w mut [f32],
+    p: &'w mut [f32],
+    o: &'w mut [f32],
+}
+
+impl<'a> Band<'a> {
+    /// Computes some rows, at most [`BAND`] vectors of them.
+    fn compute_rows(&self, range: Range<usize>, packed: &mut [Packed<'_, 'a>; 2], space: &mut Space<'_>) {
+        let (cx, kernels, head) = (self.cx, self.cx.kernels, self.item.head);
+        let (lanes, n) = (BAND * kernels.lanes, range.len());
+        let (panels, seen) = self.view.seen(cx, range.clone(), self.origins);
+        let Space { rows, q, p, o } = space;
+        for (packed, panels) in packed.iter_mut().zip(&panels) {
+            packed.reach(cx, panels.end, rows);
+        }
+        turned(cx, cx.bound.q(), self.q_rows, range.clone(), head, [&mut **rows, &mut **q], lanes);
+        let mut ahead = self.ahead(&range, &packed[1]);
+        let (mut m, mut l) = ([0.0; BAND_ROWS], [0.0; BAND_ROWS]);
+        let size = PANEL * cx.d_pad;
+        let panel = |i: usize| &packed[i].panels[panels[i].start * size..panels[i].end * size];
+        kernels.band_weights(&mut BandWeights {
+            q,
+            d: cx.d_pad,
+            scale: cx.problem.scale(),
+            panels: [panel(0), panel(1)],
+            seen: &seen,
+            p,
+            m: &mut m,
+            l: &mut l,
+            exp: cx.exp,
+            ahead: &mut ahead,
+        });
+        let (mut inverse, mut lse) = ([0.0; BAND_ROWS], [0.0; BAND_ROWS]);
+        mark_nan(&mut m, &l);
+        kernels.finish(&m[..lanes], &l[..lanes], &mut inverse[..lanes], &mut lse[..lanes]);
+        if let Some(sink) = cx.bound.sink(head) {
+            for lane in 0..n {
+                (inverse[lane], lse[lane]) = with_sink(inverse[lane], lse[lane], sink);
+            }
+        }
+        let run = |i: usize| {
+            let (v, stride) = packed[i].values(cx);
+            let at = if i == 0 { 0 } else { panels[0].len() * PANEL };
+            (at, &v[(panels[i].start * PANEL * stride).min(v.len())..], stride)
+        };
+        // Adjacent rows are written directly to the output.
+        let direct = self.out.o.is_f32() && self.o_rows.row == cx.dv && cx.dv == cx.dv_pad;
+        let o_at = self.o_rows.at(range.start, head);
+        // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
+        let to = if direct { unsafe { self.out.o.row(o_at, n * cx.dv) } } else { &mut **o };
+        kernels.band_output(&mut BandOutput {
+            p,
+            runs: [run(0), run(1)],
+            seen: &seen,
+            factors: &inverse,
+            o: to,
+            rows: n,
+            width: cx.dv_pad,
+            ahead: &mut ahead,
+        });
+        for (lane, row) in to.chunks_exact_mut(cx.dv_pad).take(n).enumerate() {
+            // The row saw no key: clear 0 times whatever the values were.
+            if m[lane] == f32::NEG_INFINITY {
+                row.fill(0.0);
+            }
+            if !direct {
+                // SAFETY: as above.
+                unsafe { self.out.o.store(kernels, self.o_rows.at(range.start + lane, head), &row[..cx.dv]) };
+            }
+        }
+        self.store_lse(range.start, &lse[..n]);
+    }
+
+    /// Prefetches the inputs of the next rows, and the outputs of these.
+    fn ahead(&self, range: &Range<usize>, near: &Packed<'_, 'a>) -> Ahead {
+        let (cx, lanes, sequence) = (self.cx, BAND * self.cx.kernels.lanes, self.view.sequence);
+        let mut ahead = Ahead::paced(PACE);
+        let o_at = self.o_rows.at(range.start, self.item.head);
+        self.out.o.ask(&mut ahead, o_at, self.o_rows.row, cx.dv, range.len());
+        let next_key = near.keys.start + near.done * PANEL;
+        for (view, n) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)] {
+            let at = cx.key_layout(view.strides(), sequence);
+            ahead.push_rows(&view.data(), at.at(next_key, near.head), at.row, n, lanes);
+        }
+        cx.ask_queries(sequence, self.item.head, range.end..range.end + lanes, &mut ahead);
+        ahead
+    }
+
+    /// Writes the LSE of adjacent queries.
+    fn store_lse(&self, first: usize, lse: &[f32]) {
+        let (to, at) = (&self.out.lse, |i: usize| self.lse_rows.at(first + i, self.item.head));
+        if self.lse_rows.row == 1 {
+            // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
+            return unsafe { to.store(self.cx.kernels, at(0), lse) };
+        }
+        for (lane, lse) in lse.iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { to.store(self.cx.kernels, at(lane), std::slice::from_ref(lse)) };
+        }
+    }
+}
+
 /// Computes an item.
 pub(crate) fn walk(
     cx: &Context<'_>,
@@ -212,7 +330,7 @@ pub(crate) fn walk(
 ) {
     let sequence = &cx.bound.sequences()[item.sequence];
     let view = View { class: skip.problem().skip().class(item.head), sequence };
-    let (lanes, kernels) = (BAND * cx.kernels.lanes, cx.kernels);
+    let lanes = BAND * cx.kernels.lanes;
     let runs = [spans.sinks.clone(), spans.window.start / PANEL * PANEL..spans.window.end];
     let most = runs[0].len().next_multiple_of(PANEL) + runs[1].len().next_multiple_of(PANEL);
     let values = if in_place(cx, sequence) { 0 } else { cx.dv_pad };
@@ -232,100 +350,30 @@ pub(crate) fn walk(
     with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
         let [far_k, near_k, far_v, near_v, rows, q, p, o] = sizes.map(|n| arena.take(n));
+        let mut space = Space { rows, q, p, o };
         let head = item.head / cx.problem.group();
         let [far, near] = runs;
-        let origins = [far.start, near.start];
+        let band = Band {
+            cx,
+            item,
+            view,
+            out,
+            q_rows: cx.query_layout(cx.bound.q().strides(), sequence),
+            o_rows: cx.query_layout(out.o_strides, sequence),
+            lse_rows: cx.bound.lse_layout(out.lse_strides, sequence),
+            origins: [far.start, near.start],
+        };
         let mut packed = [
             Packed { sequence, head, keys: far, panels: far_k, values: far_v, done: 0 },
             Packed { sequence, head, keys: near, panels: near_k, values: near_v, done: 0 },
         ];
-        let (o_rows, lse_rows) = (cx.query_rows(out.o_strides, sequence), cx.bound.lse_rows(out.lse_strides, sequence));
-        let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
         for number in item.tiles.clone() {
-            let own = skip.rows(sequence, number);
+            let own = skip.tile_rows(sequence, number);
             let mut found = Found::default();
             let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);
             found.kept = admitted.into_iter().map(|t| t as i32).collect();
             for first in own.clone().step_by(lanes) {
-                let range = first..(first + lanes).min(own.end);
-                let n = range.len();
-                let (panels, seen) = view.seen(cx, range.clone(), origins);
-                for (packed, panels) in packed.iter_mut().zip(&panels) {
-                    packed.reach(cx, panels.end, rows);
-                }
-                turned(cx, cx.bound.q(), q_rows, range.clone(), item.head, [&mut *rows, &mut *q], lanes);
-                // Prefetch the inputs of the next rows, and the outputs of these.
-                let mut ahead = Ahead::paced(PACE);
-                let (o_at, next) = (o_rows.at(first, item.head), range.end..range.end + lanes);
-                out.o.ask(&mut ahead, o_at, o_rows.row, cx.dv, n);
-                let coming = packed[1].keys.start + packed[1].done * PANEL;
-                for (view, n) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)] {
-                    let at = cx.key_rows(view.strides(), sequence);
-                    ahead.push_rows(&view.data(), at.at(coming, head), at.row, n, lanes);
-                }
-                cx.ask_queries(sequence, item.head, next, &mut ahead);
-                let (mut m, mut l) = ([0.0; BAND_ROWS], [0.0; BAND_ROWS]);
-                let size = PANEL * cx.d_pad;
-                let panel = |i: usize| &packed[i].panels[panels[i].start * size..panels[i].end * size];
-                kernels.band_weights(&mut BandWeights {
-                    q,
-                    d: cx.d_pad,
-                    scale: cx.problem.scale(),
-                    panels: [panel(0), panel(1)],
-                    seen: &seen,
-                    p,
-                    m: &mut m,
-                    l: &mut l,
-                    exp: cx.exp,
-                    ahead: &mut ahead,
-                });
-                let (mut inverse, mut lse) = ([0.0; BAND_ROWS], [0.0; BAND_ROWS]);
-                mark_nan(&mut m, &l);
-                kernels.finish(&m[..lanes], &l[..lanes], &mut inverse[..lanes], &mut lse[..lanes]);
-                if let Some(sink) = cx.bound.sink(item.head) {
-                    for lane in 0..n {
-                        (inverse[lane], lse[lane]) = with_sink(inverse[lane], lse[lane], sink);
-                    }
-                }
-                let run = |i: usize| {
-                    let (v, stride) = packed[i].values(cx);
-                    let at = if i == 0 { 0 } else { panels[0].len() * PANEL };
-                    (at, &v[(panels[i].start * PANEL * stride).min(v.len())..], stride)
-                };
-                // Adjacent rows are written directly to the output.
-                let direct = out.o.is_f32() && o_rows.row == cx.dv && cx.dv == cx.dv_pad;
-                // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
-                let to = if direct { unsafe { out.o.row(o_at, n * cx.dv) } } else { &mut *o };
-                kernels.band_output(&mut BandOutput {
-                    p,
-                    runs: [run(0), run(1)],
-                    seen: &seen,
-                    factors: &inverse,
-                    o: to,
-                    rows: n,
-                    width: cx.dv_pad,
-                    ahead: &mut ahead,
-                });
-                for (lane, row) in to.chunks_exact_mut(cx.dv_pad).take(n).enumerate() {
-                    // The row saw no key: clear 0 times whatever the values were.
-                    if m[lane] == f32::NEG_INFINITY {
-                        row.fill(0.0);
-                    }
-                    if !direct {
-                        // SAFETY: as above.
-                        unsafe { out.o.store(kernels, o_rows.at(first + lane, item.head), &row[..cx.dv]) };
-                    }
-                }
-                if lse_rows.row == 1 {
-                    // SAFETY: as above.
-                    unsafe { out.lse.store(kernels, lse_rows.at(first, item.head), &lse[..n]) };
-                } else {
-                    for (lane, lse) in lse[..n].iter().enumerate() {
-                        let at = lse_rows.at(first + lane, item.head);
-                        // SAFETY: as above.
-                        unsafe { out.lse.store(kernels, at, std::slice::from_ref(lse)) };
-                    }
-                }
+                band.compute_rows(first..(first + lanes).min(own.end), &mut packed, &mut space);
             }
             done(number, found);
         }

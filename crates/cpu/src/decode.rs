@@ -8,17 +8,17 @@
 use crate::forward::{Out, Plan, with_sink};
 use crate::memory::{Arena, SharedRows, with_results, with_workspace};
 use crate::modify::Modifier;
-use crate::simd::{Coming, ExpKind, LaneProbe, Policy, Share, SoftmaxArgs, SoftmaxStats, Strided};
+use crate::nonfinite::Visible;
+use crate::simd::{ExpKind, LaneProbe, Policy, Prefetch, Share, SoftmaxArgs, SoftmaxStats, Strided};
 use crate::step::Step;
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Tile};
-use crate::visible::Visible;
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
-use fulgurite_core::{Precision, Rescale, Rows, Sequence, TensorView};
+use fulgurite_core::{Precision, Rescale, RowLayout, Sequence, TensorView};
 use std::ops::Range;
 use std::sync::Mutex;
 
-mod on_unit;
+mod on_matrix_unit;
 
 /// Largest number of rows of a group for this path: their scores fill one narrow tile.
 const FEW: usize = 16;
@@ -149,7 +149,7 @@ struct Head<'w> {
 struct Strip {
     start: usize,
     strip: usize,
-    coming: Coming,
+    prefetch: Prefetch,
 }
 
 /// The sums of a probe: r, u (then p u) of the current block, the sum of p u, and O weighted by u.
@@ -168,7 +168,7 @@ fn part(
     rescale: Rescale,
     probe: Option<&Probe<'_>>,
 ) -> Counters {
-    let on_unit = on_unit::part(cx, part, next, results, rescale, probe);
+    let on_unit = on_matrix_unit::part(cx, part, next, results, rescale, probe);
     on_unit.unwrap_or_else(|| on_vectors(cx, part, results, rescale, probe))
 }
 
@@ -189,14 +189,14 @@ fn on_vectors(
     let heads_room = heads * head_room * if probe.is_some() { 2 } else { 1 };
     with_workspace(heads_room + value_room, |workspace| {
         let mut arena = Arena::new(workspace);
-        let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
+        let q_rows = cx.query_layout(cx.bound.q().strides(), sequence);
         let dtype = cx.problem.dtype();
         let order = cx.kernels.pair_order(dtype, cx.d);
         let mut walk: Vec<Head<'_>> = (0..heads)
             .map(|h| {
                 let tile = tile(cx, part.sequence, h);
                 let [s, q, o] = sizes.map(|n| arena.take(n));
-                let load = |cx: &Context<'_>, rows: &Rows, q: &mut [f32]| {
+                let load = |cx: &Context<'_>, rows: &RowLayout, q: &mut [f32]| {
                     cx.gather(&tile, &cx.bound.q().data(), rows, cx.d, q, cx.d_pad);
                     for row in q.chunks_exact_mut(cx.d_pad) {
                         let natural = row.to_vec();
@@ -209,7 +209,7 @@ fn on_vectors(
                 o.fill(0.0);
                 let second = probe.map(|probe| {
                     let [u, r, o] = sizes.map(|n| arena.take(n));
-                    load(probe.cx, &cx.query_rows(probe.cx.bound.q().strides(), sequence), r);
+                    load(probe.cx, &cx.query_layout(probe.cx.bound.q().strides(), sequence), r);
                     o.fill(0.0);
                     Second { r, u, o, l: [0.0; MAX_LANES] }
                 });
@@ -235,7 +235,7 @@ fn on_vectors(
             let at = |strip: usize, h: usize, [first, second]: [(&TensorView<'_>, usize); 2], then: usize| {
                 let ((view, n), key) =
                     if strip + STRIP < BLOCK { (first, start + strip + STRIP) } else { (second, then) };
-                Strip { start, strip, coming: coming(cx, view, sequence, key, n, [h, heads]) }
+                Strip { start, strip, prefetch: prefetch(cx, view, sequence, key, n, [h, heads]) }
             };
             let (k, v) = ((cx.bound.k(), cx.d), (cx.bound.v(), cx.dv));
             for strip in (0..BLOCK).step_by(STRIP) {
@@ -272,18 +272,18 @@ fn on_vectors(
 }
 
 /// A head's share of the strip that starts at a key.
-fn coming(
+fn prefetch(
     cx: &Context<'_>,
     view: &TensorView<'_>,
     sequence: &Sequence,
     first: usize,
     n: usize,
     [head, heads]: [usize; 2],
-) -> Coming {
+) -> Prefetch {
     if first + STRIP > sequence.k_len {
-        return Coming::NOTHING;
+        return Prefetch::NOTHING;
     }
-    let rows = cx.key_rows(view.strides(), sequence);
+    let rows = cx.key_layout(view.strides(), sequence);
     let strip = Strided { data: view.data(), offset: rows.at(first, head), row: rows.row };
     Share::ALL.of(&strip, [STRIP, n], [head, heads])
 }
@@ -318,10 +318,16 @@ impl Head<'_> {
         start..end.max(start)
     }
 
-    fn scores(&mut self, cx: &Context<'_>, sequence: &Sequence, kv_head: usize, Strip { start, strip, coming }: Strip) {
+    fn scores(
+        &mut self,
+        cx: &Context<'_>,
+        sequence: &Sequence,
+        kv_head: usize,
+        Strip { start, strip, prefetch }: Strip,
+    ) {
         let seen = self.seen(strip);
         let k = cx.bound.k();
-        let rows = cx.key_rows(k.strides(), sequence);
+        let rows = cx.key_layout(k.strides(), sequence);
         if seen.is_empty() {
             return;
         }
@@ -332,11 +338,11 @@ impl Head<'_> {
         s.fill(0.0);
         let (steps, own) = ([stride, cx.d_pad], (s, &*self.q));
         match &mut self.second {
-            None => cx.kernels.dots(&mut [own], steps, &keys, size, coming),
+            None => cx.kernels.dots(&mut [own], steps, &keys, size, prefetch),
             Some(second) => {
                 let u = &mut second.u[seen.start * stride..seen.end * stride];
                 u.fill(0.0);
-                cx.kernels.dots(&mut [own, (u, &*second.r)], steps, &keys, size, coming);
+                cx.kernels.dots(&mut [own, (u, &*second.r)], steps, &keys, size, prefetch);
             }
         }
     }
@@ -397,7 +403,7 @@ impl Head<'_> {
         cx: &Context<'_>,
         sequence: &Sequence,
         kv_head: usize,
-        Strip { start, strip, coming }: Strip,
+        Strip { start, strip, prefetch }: Strip,
         value: &mut [f32],
     ) {
         let seen = self.seen(strip);
@@ -405,16 +411,16 @@ impl Head<'_> {
             return;
         }
         let v = cx.bound.v();
-        let rows = cx.key_rows(v.strides(), sequence);
+        let rows = cx.key_layout(v.strides(), sequence);
         let (stride, size) = (self.lanes.stride, [self.tile.rows, seen.len(), cx.dv]);
         let p = &self.s[seen.start * stride..];
         let values = Strided { data: v.data(), offset: rows.at(start + seen.start, kv_head), row: rows.row };
         let (steps, own) = ([stride, cx.dv_pad], (&mut *self.o, p));
         match &mut self.second {
-            None => cx.kernels.combine(&mut [own], steps, &values, size, coming),
+            None => cx.kernels.combine(&mut [own], steps, &values, size, prefetch),
             Some(second) => {
                 let u = &second.u[seen.start * stride..];
-                cx.kernels.combine(&mut [own, (&mut *second.o, u)], steps, &values, size, coming);
+                cx.kernels.combine(&mut [own, (&mut *second.o, u)], steps, &values, size, prefetch);
             }
         }
     }
@@ -459,14 +465,14 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
             &partial[at..at + size]
         })
         .collect();
-    let (o_rows, lse_rows) = (cx.query_rows(out.o_strides, s), cx.bound.lse_rows(out.lse_strides, s));
+    let (o_rows, lse_rows) = (cx.query_layout(out.o_strides, s), cx.bound.lse_layout(out.lse_strides, s));
     let order = cx.kernels.pair_order(cx.problem.dtype(), cx.dv);
     let (mut o, mut weighted, mut natural) = (vec![0.0f32; cx.dv], vec![0.0f32; cx.dv], vec![0.0f32; cx.dv]);
     for lane in 0..tile.rows {
         let weights = Weights::new(all.iter().map(|part| Log::<Natural>::new(part[lane])));
         let row = |first: usize| all.iter().map(move |part| &part[first + lane * cx.dv..first + (lane + 1) * cx.dv]);
         let mut sum = weights.sum(all.iter().map(|part| part[FEW + lane]));
-        weights.rows(row(2 * FEW), &mut o);
+        weights.sum_rows(row(2 * FEW), &mut o);
         let top = weights.top().get();
         let (mut inverse, mut lse) = ([0.0], [0.0]);
         // A part with NaN scores has no maximum, and would be ignored.
@@ -474,7 +480,7 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
         let top = if nan { f32::NAN } else { top };
         sum = if nan { f32::NAN } else { sum };
         crate::functions::finish(&[top], &[sum], &mut inverse, &mut lse);
-        let (q, head) = cx.row(&tile, lane);
+        let (q, head) = cx.query_and_head(&tile, lane);
         let (mut factor, mut lse) = (inverse[0], lse[0]);
         if let Some(sink) = cx.bound.sink(head) {
             (factor, lse) = with_sink(factor, lse, sink);
@@ -483,9 +489,9 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
         if let Some(probe) = probe {
             let second = 2 * FEW + tile.rows * cx.dv;
             let mean = weights.sum(all.iter().map(|part| part[second + lane])) * factor;
-            weights.rows(row(second + FEW), &mut weighted);
+            weights.sum_rows(row(second + FEW), &mut weighted);
             o.iter_mut().zip(&weighted).for_each(|(o, w)| *o = *o * (1.0 + mean) - w * factor);
-            let rows = cx.bound.lse_rows(probe.mean_strides, s);
+            let rows = cx.bound.lse_layout(probe.mean_strides, s);
             // SAFETY: every (sequence, head, query) is merged once.
             unsafe { probe.mean.store(cx.kernels, rows.at(q, head), &[mean]) };
         }

@@ -6,7 +6,7 @@
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::modify::Modifier;
 use crate::simd::{
-    Ahead, ExpKind, Place, Policy, STRIP_LANES, SoftmaxArgs, SoftmaxStats, Square, TurnedRows, WovenTile,
+    Ahead, BlockPosition, ExpKind, PipelinedTile, Policy, STRIP_LANES, SoftmaxArgs, SoftmaxStats, Square, TurnedRows,
 };
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
@@ -92,8 +92,8 @@ pub(crate) fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Ve
     items
 }
 
-/// A tile while it goes through the keys.
-pub(crate) struct Row<'w> {
+/// A tile of queries on its way through the keys, with its softmax and output so far.
+pub(crate) struct QueryTile<'w> {
     pub tile: Tile,
     pub lanes: Lanes,
     /// Q^T in the unit's layout.
@@ -116,7 +116,7 @@ fn item(cx: &Context<'_>, item: &Item, next: Option<&Item>, out: &Out<'_>, resca
         (_, Rescale::Lazy(tau)) => &[Policy::Raise(tau)],
         (_, Rescale::Optimistic(limit)) => &[Policy::Trust(limit)],
     };
-    walk(cx, item, next, passes, |row, rows| finish(cx, row, rows, out))
+    walk(cx, item, next, passes, |queries, rows| finish(cx, queries, rows, out))
 }
 
 /// Calls `take` with the maximum of every row of every tile.
@@ -124,8 +124,8 @@ pub(crate) fn maxima(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usi
     let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
     let items = items(cx, &sequences, threads);
     pool::run(threads, items.len(), &|i| {
-        walk(cx, &items[i], None, &[Policy::MaxOnly], |row, _| {
-            (0..row.tile.rows).for_each(|lane| take(&row.tile, lane, row.m[lane]));
+        walk(cx, &items[i], None, &[Policy::MaxOnly], |queries, _| {
+            (0..queries.tile.rows).for_each(|lane| take(&queries.tile, lane, queries.m[lane]));
         });
     });
 }
@@ -135,8 +135,8 @@ pub(crate) fn sums(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usize
     let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
     let items = items(cx, &sequences, threads);
     pool::run(threads, items.len(), &|i| {
-        walk(cx, &items[i], None, &[Policy::Raise(0.0)], |row, _| {
-            (0..row.tile.rows).for_each(|lane| take(&row.tile, lane, [row.m[lane], row.l[lane]]));
+        walk(cx, &items[i], None, &[Policy::Raise(0.0)], |queries, _| {
+            (0..queries.tile.rows).for_each(|lane| take(&queries.tile, lane, [queries.m[lane], queries.l[lane]]));
         });
     });
 }
@@ -147,7 +147,7 @@ fn walk(
     item: &Item,
     next: Option<&Item>,
     passes: &[Policy],
-    mut end: impl FnMut(&mut Row<'_>, &mut [f32]),
+    mut end: impl FnMut(&mut QueryTile<'_>, &mut [f32]),
 ) -> Counters {
     let tile = cx.kernels.tile;
     let (room, block_keys) = (cx.unit.room(cx), cx.unit.block(cx));
@@ -164,7 +164,7 @@ fn walk(
         let mut buffers: Vec<[&mut [f32]; 2]> = (0..span).map(|_| block_sizes.map(|n| arena.take(n))).collect();
         let mut scratch = Scratch::new(values, weights);
         let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
-        let mut walk: Vec<Row<'_>> = item
+        let mut walk: Vec<QueryTile<'_>> = item
             .tiles
             .iter()
             .map(|&t| {
@@ -174,7 +174,7 @@ fn walk(
                 cx.unit.queries(cx, &t, stride, rows, q);
                 let o = arena.take(cx.dv_pad * stride);
                 o.fill(0.0);
-                Row { tile: t, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] }
+                QueryTile { tile: t, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] }
             })
             .collect();
         let mut counters = Counters::default();
@@ -206,8 +206,8 @@ fn walk(
                     .collect();
                 let end = blocks.last().map_or(last, |block| block.keys.end);
                 if end < last {
-                    let coming = end..(end + span * block_keys).min(sequence.k_len);
-                    cx.ask_keys(sequence, item.kv_head, coming, &mut ahead);
+                    let next_keys = end..(end + span * block_keys).min(sequence.k_len);
+                    cx.ask_keys(sequence, item.kv_head, next_keys, &mut ahead);
                 }
                 if let (Some(next), 0) = (next, start) {
                     ask_item(cx, next, span * block_keys, &mut ahead);
@@ -220,25 +220,27 @@ fn walk(
                     modifier: &mut modifier,
                 };
                 // If the unit takes several blocks at once, the other blocks come first.
-                let woven = matches!(policy, Policy::Trust(_)) && span > 1;
-                let begins: Vec<usize> =
-                    walk.iter().map(|row| if woven { begin(cx, row, &blocks) } else { blocks.len() }).collect();
-                for (row, &begin) in walk.iter_mut().zip(&begins) {
+                let pipelined = matches!(policy, Policy::Trust(_)) && span > 1;
+                let begins: Vec<usize> = walk
+                    .iter()
+                    .map(|queries| if pipelined { begin(cx, queries, &blocks) } else { blocks.len() })
+                    .collect();
+                for (queries, &begin) in walk.iter_mut().zip(&begins) {
                     for block in &blocks[..begin] {
                         let origin = block.keys.start;
-                        for piece in cx.pieces(&row.tile, block.keys.clone()) {
-                            let Some(step) = cx.step(&row.tile, &row.lanes, &piece, origin) else { continue };
-                            fold(cx, row, &step, origin, *block.rows, policy, &mut state);
+                        for piece in cx.pieces(&queries.tile, block.keys.clone()) {
+                            let Some(step) = cx.step(&queries.tile, &queries.lanes, &piece, origin) else { continue };
+                            fold(cx, queries, &step, origin, *block.rows, policy, &mut state);
                         }
                     }
                 }
-                weave(cx, &mut walk, &begins, &blocks, policy, &mut state);
+                pipeline(cx, &mut walk, &begins, &blocks, policy, &mut state);
             }
         }
         let scale = cx.score_scale();
-        for row in &mut walk {
-            row.m.iter_mut().for_each(|m| *m *= scale);
-            end(row, rows);
+        for queries in &mut walk {
+            queries.m.iter_mut().for_each(|m| *m *= scale);
+            end(queries, rows);
         }
         counters
     })
@@ -249,27 +251,27 @@ fn walk(
 fn look_near(
     cx: &Context<'_>,
     kv_head: usize,
-    walk: &mut [Row<'_>],
+    walk: &mut [QueryTile<'_>],
     [k, v]: &mut [&mut [f32]; 2],
     state: &mut State<'_, '_, '_>,
 ) {
     let block = cx.unit.block(cx);
-    for row in walk {
-        let sequence = &cx.bound.sequences()[row.tile.sequence];
-        let queries = cx.queries(&row.tile);
+    for queries in walk {
+        let sequence = &cx.bound.sequences()[queries.tile.sequence];
+        let range = cx.queries(&queries.tile);
         let place = |q: usize| (q + sequence.k_len).saturating_sub(sequence.q_len);
-        let (first, last) = row.lanes.reach();
-        let middle = place((queries.start + queries.end) / 2);
+        let (first, last) = queries.lanes.reach();
+        let middle = place((range.start + range.end) / 2);
         if !(first..last).contains(&middle) || cx.problem.blocks().is_some() {
             continue;
         }
         let start = middle / block * block;
         let own = start..(start + block).min(sequence.k_len);
-        let keys = place(queries.start).clamp(own.start, own.end)..place(queries.end).clamp(own.start, own.end);
+        let keys = place(range.start).clamp(own.start, own.end)..place(range.end).clamp(own.start, own.end);
         let piece = Piece { keys, masked: true };
-        if let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) {
+        if let Some(step) = cx.step(&queries.tile, &queries.lanes, &piece, start) {
             let rows = cx.unit.block_of(cx, &Keys { sequence, head: kv_head, range: own }, [&mut **k, &mut **v]);
-            fold(cx, row, &step, start, rows, Policy::MaxOnly, state);
+            fold(cx, queries, &step, start, rows, Policy::MaxOnly, state);
         }
     }
 }
@@ -291,8 +293,8 @@ pub(crate) struct State<'w, 'a, 'm> {
 
 /// The first block from which on all lanes of a tile see every key up to their ends, if they see any; else one past the
 /// last.
-fn begin<F>(cx: &Context<'_>, row: &Row<'_>, blocks: &[Block<'_, F>]) -> usize {
-    let (lanes, n) = (&row.lanes, blocks.len());
+fn begin<F>(cx: &Context<'_>, queries: &QueryTile<'_>, blocks: &[Block<'_, F>]) -> usize {
+    let (lanes, n) = (&queries.lanes, blocks.len());
     let lo = lanes.lo[..lanes.stride].iter().max().map_or(0, |&lo| lo as usize);
     let first = blocks.iter().position(|block| block.keys.start >= lo).unwrap_or(n);
     let seen = blocks.get(first).is_some_and(|block| block.keys.start < lanes.reach().1);
@@ -300,9 +302,9 @@ fn begin<F>(cx: &Context<'_>, row: &Row<'_>, blocks: &[Block<'_, F>]) -> usize {
 }
 
 /// Takes each tile through the blocks, starting at its own first block, all together.
-fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
+fn pipeline<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     cx: &Context<'_>,
-    walk: &mut [Row<'_>],
+    walk: &mut [QueryTile<'_>],
     begins: &[usize],
     blocks: &[Block<'b, F>],
     policy: Policy,
@@ -311,11 +313,11 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     let earliest = begins.iter().copied().min().unwrap_or(blocks.len());
     let (Policy::Trust(limit), Some(first)) = (policy, blocks.get(earliest)) else { return };
     let blocks = &blocks[earliest..];
-    let mut own: Vec<Woven<'_, '_>> = Vec::with_capacity(walk.len());
-    for (row, &begin) in walk.iter_mut().zip(begins).filter(|(_, begin)| **begin < earliest + blocks.len()) {
-        let sees_none = |block: &Block<'b, F>| cx.sees_none(&row.tile, &row.lanes, &block.keys);
+    let mut own: Vec<PipelinedQueries<'_, '_>> = Vec::with_capacity(walk.len());
+    for (queries, &begin) in walk.iter_mut().zip(begins).filter(|(_, begin)| **begin < earliest + blocks.len()) {
+        let sees_none = |block: &Block<'b, F>| cx.sees_none(&queries.tile, &queries.lanes, &block.keys);
         let hidden = if cx.problem.mask_rest().is_some() { blocks.iter().map(sees_none).collect() } else { Vec::new() };
-        own.push(Woven { row, begin: begin - earliest, hidden });
+        own.push(PipelinedQueries { queries, begin: begin - earliest, hidden });
     }
     let seen =
         |block: usize| own.iter().any(|own| own.begin <= block && !own.hidden.get(block).is_some_and(|&hidden| hidden));
@@ -323,49 +325,56 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     // Blocks that no tile sees are not packed: nothing reads what stands in their place.
     let rows: Vec<[KeyRows<'_>; 2]> =
         (0..blocks.len()).map(|block| *blocks[if seen(block) { block } else { some }].rows).collect();
-    weave_rows(cx, &mut own, first.keys.start, (&rows, false), limit, state);
+    pipeline_rows(cx, &mut own, first.keys.start, (&rows, false), limit, state);
 }
 
 /// Processes blocks that a tile sees whole, relative to a trusted maximum.
-pub(crate) fn weave_whole(
+pub(crate) fn pipeline_whole(
     cx: &Context<'_>,
-    row: &mut Row<'_>,
+    queries: &mut QueryTile<'_>,
     blocks: &[[KeyRows<'_>; 2]],
     limit: f32,
     state: &mut State<'_, '_, '_>,
 ) {
     // Treat them as the first keys, and as the last that it sees.
-    let seen = Lanes::whole(row.lanes.stride, blocks.len() * cx.unit.block(cx));
-    let own = std::mem::replace(&mut row.lanes, seen);
-    weave_rows(cx, &mut [Woven { row, begin: 0, hidden: Vec::new() }], 0, (blocks, true), limit, state);
-    row.lanes = own;
+    let seen = Lanes::whole(queries.lanes.stride, blocks.len() * cx.unit.block(cx));
+    let own = std::mem::replace(&mut queries.lanes, seen);
+    pipeline_rows(
+        cx,
+        &mut [PipelinedQueries { queries, begin: 0, hidden: Vec::new() }],
+        0,
+        (blocks, true),
+        limit,
+        state,
+    );
+    queries.lanes = own;
 }
 
 /// A tile among those that go through blocks together, its first block, and the blocks of which it sees nothing.
-struct Woven<'r, 'w> {
-    row: &'r mut Row<'w>,
+struct PipelinedQueries<'r, 'w> {
+    queries: &'r mut QueryTile<'w>,
     begin: usize,
     hidden: Vec<bool>,
 }
 
 /// Takes each tile through the blocks, whose keys start at `origin`, from its own first block. With `whole`, every tile
 /// sees all of them.
-fn weave_rows(
+fn pipeline_rows(
     cx: &Context<'_>,
-    walk: &mut [Woven<'_, '_>],
+    walk: &mut [PipelinedQueries<'_, '_>],
     origin: usize,
     (rows, whole): (&[[KeyRows<'_>; 2]], bool),
     limit: f32,
     state: &mut State<'_, '_, '_>,
 ) {
     let block_keys = cx.unit.block(cx);
-    let mut place = Place::default();
+    let mut position = BlockPosition::default();
     loop {
         let (mut tiles, mut places) = (Vec::with_capacity(walk.len()), Vec::with_capacity(walk.len()));
-        for Woven { row, begin, hidden } in walk.iter_mut() {
-            let Row { tile, q, o, m, l, lanes } = &mut **row;
+        for PipelinedQueries { queries, begin, hidden } in walk.iter_mut() {
+            let QueryTile { tile, q, o, m, l, lanes } = &mut **queries;
             let lanes = &*lanes;
-            tiles.push(WovenTile { q, o, m, l, hi: &lanes.hi, begin: *begin, hidden });
+            tiles.push(PipelinedTile { q, o, m, l, hi: &lanes.hi, begin: *begin, hidden });
             places.push((*tile, lanes));
         }
         let modifier = &mut *state.modifier;
@@ -378,16 +387,16 @@ fn weave_rows(
             blocks: rows,
             origin,
             tiles: &mut tiles,
-            first: place,
+            first: position,
             limit,
             s: state.s,
             weights: state.scratch.weights,
             ahead: state.ahead,
             modify: if modifies { Some(&mut modify) } else { None },
         };
-        let Some(stop) = cx.unit.weave(cx, run) else { return };
+        let Some(stop) = cx.unit.pipeline(cx, run) else { return };
         // One block of one strip that the fast path cannot handle.
-        let (own, block) = (&mut *walk[stop.tile].row, stop.block.unwrap_or(0));
+        let (own, block) = (&mut *walk[stop.tile].queries, stop.block.unwrap_or(0));
         let start = origin + block * block_keys;
         let k_len = cx.bound.sequences()[own.tile.sequence].k_len;
         let piece = Piece { keys: start..(start + block_keys).min(k_len), masked: true };
@@ -399,7 +408,7 @@ fn weave_rows(
             let v = KeyRows { finite: v.finite || whole, ..v };
             fold(cx, own, &step, start, [k, v], Policy::Trust(limit), state);
         }
-        place = Place { block: Some(block + 1), ..stop };
+        position = BlockPosition { block: Some(block + 1), ..stop };
     }
 }
 
@@ -418,27 +427,27 @@ fn ask_item(cx: &Context<'_>, item: &Item, keys: usize, ahead: &mut [Ahead; 2]) 
 /// Computes S, then P, then O: folds one block of keys into a tile's running summary.
 pub(crate) fn fold(
     cx: &Context<'_>,
-    row: &mut Row<'_>,
+    queries: &mut QueryTile<'_>,
     step: &Step,
     start: usize,
     [k, v]: [KeyRows<'_>; 2],
     policy: Policy,
     State { s, scratch, ahead, counters, modifier }: &mut State<'_, '_, '_>,
 ) {
-    scores(cx, row, (step, start), k, s, &mut ahead[0], modifier);
-    let stride = row.lanes.stride;
+    scores(cx, queries, (step, start), k, s, &mut ahead[0], modifier);
+    let stride = queries.lanes.stride;
     let seen = match policy {
         Policy::MaxOnly => None,
-        _ => cx.hidden_values((&row.tile, stride), (step, start), v, s, scratch.values),
+        _ => cx.hidden_values((&queries.tile, stride), (step, start), v, s, scratch.values),
     };
-    let before = (row.m, row.l);
-    let (mut stats, mut alpha) = softmax(cx, row, step, s, [k, v], scratch, policy);
+    let before = (queries.m, queries.l);
+    let (mut stats, mut alpha) = softmax(cx, queries, step, s, [k, v], scratch, policy);
     if stats.distrusted > 0 {
         // The cold path: the trusted maximum was too low. Recompute with the true one.
         counters.blocks_redone += 1;
-        (row.m, row.l) = before;
-        scores(cx, row, (step, start), k, s, &mut ahead[0], modifier);
-        (stats, alpha) = softmax(cx, row, step, s, [k, v], scratch, Policy::Raise(0.0));
+        (queries.m, queries.l) = before;
+        scores(cx, queries, (step, start), k, s, &mut ahead[0], modifier);
+        (stats, alpha) = softmax(cx, queries, step, s, [k, v], scratch, Policy::Raise(0.0));
     }
     if policy == Policy::MaxOnly {
         return;
@@ -446,37 +455,37 @@ pub(crate) fn fold(
     counters.rescales_possible += u64::from(stats.possible);
     counters.rescales_done += u64::from(stats.rescaled);
     if stats.rescaled > 0 && !cx.unit.rescales() {
-        cx.kernels.scale_lanes(row.o, &alpha[..stride]);
+        cx.kernels.scale_lanes(queries.o, &alpha[..stride]);
     }
     cx.round_weights(step, stride, s);
     if let Some(seen) = seen {
         // The cold path: some values are not finite, and some lanes do not see them.
-        return cx.add_visible(&row.tile, start, &seen, s, row.o, scratch.values);
+        return cx.add_visible(&queries.tile, start, &seen, s, queries.o, scratch.values);
     }
     let products = Products { step, stride, ahead: &mut ahead[1] };
-    cx.unit.output(cx, products, v, s, row.o, scratch);
+    cx.unit.output(cx, products, v, s, queries.o, scratch);
 }
 
 pub(crate) fn scores(
     cx: &Context<'_>,
-    row: &Row<'_>,
+    queries: &QueryTile<'_>,
     (step, start): (&Step, usize),
     k: KeyRows<'_>,
     s: &mut [f32],
     ahead: &mut Ahead,
     modifier: &mut Modifier<'_>,
 ) {
-    let stride = row.lanes.stride;
-    cx.unit.scores(cx, Products { step, stride, ahead }, k, row.q, s);
+    let stride = queries.lanes.stride;
+    cx.unit.scores(cx, Products { step, stride, ahead }, k, queries.q, s);
     if step.rest || cx.is_modified() {
-        cx.modify(modifier, (&row.tile, &row.lanes), (step, start), s, None);
+        cx.modify(modifier, (&queries.tile, &queries.lanes), (step, start), s, None);
     }
 }
 
 /// Computes P of a step from its scores. Returns what it did, and the factor of O before the step is added.
 pub(crate) fn softmax(
     cx: &Context<'_>,
-    row: &mut Row<'_>,
+    queries: &mut QueryTile<'_>,
     step: &Step,
     s: &mut [f32],
     [k, v]: [KeyRows<'_>; 2],
@@ -486,47 +495,47 @@ pub(crate) fn softmax(
     let mut alpha = [1.0; MAX_LANES];
     let mut args = SoftmaxArgs {
         s,
-        stride: row.lanes.stride,
+        stride: queries.lanes.stride,
         ranges: step.ranges,
         inner: step.inner,
         lo: &step.lo,
         hi: &step.hi,
-        m: &mut row.m,
-        l: &mut row.l,
+        m: &mut queries.m,
+        l: &mut queries.l,
         alpha: &mut alpha,
         exp: cx.exp,
         policy,
         scale: cx.score_scale(),
     };
-    let stats = cx.unit.softmax(cx, &mut args, Operands { q: row.q, k, v }, scratch);
+    let stats = cx.unit.softmax(cx, &mut args, Operands { q: queries.q, k, v }, scratch);
     (stats, alpha)
 }
 
 /// Writes O / l and the LSE to the outputs.
-pub(crate) fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out: &Out<'_>) {
-    let stride = row.lanes.stride;
+pub(crate) fn finish(cx: &Context<'_>, queries: &mut QueryTile<'_>, rows: &mut [f32], out: &Out<'_>) {
+    let stride = queries.lanes.stride;
     let (mut inverse, mut lse) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
-    mark_nan(&mut row.m, &row.l);
-    cx.kernels.finish(&row.m, &row.l, &mut inverse, &mut lse);
-    for lane in 0..row.tile.rows {
-        if let Some(sink) = cx.bound.sink(row.lanes.head[lane] as usize) {
+    mark_nan(&mut queries.m, &queries.l);
+    cx.kernels.finish(&queries.m, &queries.l, &mut inverse, &mut lse);
+    for lane in 0..queries.tile.rows {
+        if let Some(sink) = cx.bound.sink(queries.lanes.head[lane] as usize) {
             (inverse[lane], lse[lane]) = with_sink(inverse[lane], lse[lane], sink);
         }
     }
-    let sequence = &cx.bound.sequences()[row.tile.sequence];
-    let o_rows = cx.query_rows(out.o_strides, sequence);
-    let lse_rows = cx.bound.lse_rows(out.lse_strides, sequence);
-    let starts = cx.row_starts(&row.tile, out.o_strides);
-    let (starts, m) = (&starts[..row.tile.rows], &row.m[..]);
-    let turned = TurnedRows { o: row.o, stride, n: cx.dv, factors: &inverse, m, starts, past: false };
+    let sequence = &cx.bound.sequences()[queries.tile.sequence];
+    let o_rows = cx.query_layout(out.o_strides, sequence);
+    let lse_rows = cx.bound.lse_layout(out.lse_strides, sequence);
+    let starts = cx.row_starts(&queries.tile, out.o_strides);
+    let (starts, m) = (&starts[..queries.tile.rows], &queries.m[..]);
+    let turned = TurnedRows { o: queries.o, stride, n: cx.dv, factors: &inverse, m, starts, past: false };
     // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
     let stored = unsafe { out.o.store_turned(cx.kernels, turned) };
     if !stored {
-        cx.kernels.scale_lanes(row.o, &inverse[..stride]);
-        cx.kernels.transpose(row.o, stride, rows, cx.dv_pad, cx.dv_pad, stride);
+        cx.kernels.scale_lanes(queries.o, &inverse[..stride]);
+        cx.kernels.transpose(queries.o, stride, rows, cx.dv_pad, cx.dv_pad, stride);
     }
-    for lane in 0..row.tile.rows {
-        let (q, head) = cx.row(&row.tile, lane);
+    for lane in 0..queries.tile.rows {
+        let (q, head) = cx.query_and_head(&queries.tile, lane);
         // SAFETY: as above.
         unsafe { out.lse.store(cx.kernels, lse_rows.at(q, head), &lse[lane..lane + 1]) };
         if stored {
@@ -534,7 +543,7 @@ pub(crate) fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out:
         }
         // A row without keys: 0 / 0 left a zero in O, whatever l was.
         let o = &mut rows[lane * cx.dv_pad..lane * cx.dv_pad + cx.dv];
-        if row.m[lane] == f32::NEG_INFINITY {
+        if queries.m[lane] == f32::NEG_INFINITY {
             o.fill(0.0);
         }
         // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.

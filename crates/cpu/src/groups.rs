@@ -1,8 +1,8 @@
 //! Attention on minifloats in groups: operands are rounded as they are read (for backward, before), then the ordinary
 //! path runs with rounded weights.
 
-use crate::expanded::{Expanded, Operand};
 use crate::forward::{Plan, run};
+use crate::minifloat_unit::{Expanded, Operand};
 use crate::tiles::Context;
 use crate::{Counters, Options};
 use fulgurite_core::{
@@ -33,7 +33,7 @@ impl Rounded {
         let (dim, strides) = (problem.value_dim(), *dense.view().strides());
         for s in bound.sequences() {
             for head in 0..problem.kv_heads() {
-                let rows = |s: &Sequence| bound.rows(&strides, s, Side::Key);
+                let rows = |s: &Sequence| bound.row_layout(&strides, s, Side::Key);
                 let mut columns: Vec<f32> =
                     (0..s.k_len).flat_map(|j| values[rows(s).at(j, head)..][..dim].to_vec()).collect();
                 format.fake_columns(&mut columns, dim);

@@ -7,7 +7,7 @@ use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Operands, Products, Room, Scratch, Unit};
 use fulgurite_core::format::Granularity;
 use fulgurite_core::precision::INT8_LARGEST;
-use fulgurite_core::{Bound, Data, Int8Attention, Problem, Sequence, Side, TensorView};
+use fulgurite_core::{Bound, Data, Int8Attention, Problem, RowLayout, Sequence, Side, TensorView};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -54,10 +54,10 @@ struct KeyPanels {
 }
 
 /// Rows of one head of one sequence.
-struct Rows<'a> {
+struct HeadRows<'a> {
     unit: &'a Int8Unit,
     view: &'a TensorView<'a>,
-    at: fulgurite_core::Rows,
+    at: RowLayout,
     head: usize,
     n: usize,
     dim: usize,
@@ -66,7 +66,7 @@ struct Rows<'a> {
 /// Rows of one head are far apart, so they are prefetched this many ahead.
 const AHEAD: usize = 8;
 
-impl Rows<'_> {
+impl HeadRows<'_> {
     /// Prefetches a later row.
     fn ask(&self, i: usize) {
         if i + AHEAD < self.n {
@@ -177,7 +177,7 @@ impl Int8Unit {
         self.suspicious.load(Ordering::Relaxed)
     }
 
-    fn rows<'a>(
+    fn head_rows<'a>(
         &'a self,
         bound: &'a Bound<'_>,
         view: &'a TensorView<'a>,
@@ -185,15 +185,15 @@ impl Int8Unit {
         side: Side,
         head: usize,
         dim: usize,
-    ) -> Rows<'a> {
+    ) -> HeadRows<'a> {
         let n = if side == Side::Query { s.q_len } else { s.k_len };
-        Rows { unit: self, view, at: bound.rows(view.strides(), s, side), head, n, dim }
+        HeadRows { unit: self, view, at: bound.row_layout(view.strides(), s, side), head, n, dim }
     }
 
     fn query_rows(&self, bound: &Bound<'_>, spec: &Int8Attention, s: &Sequence, head: usize, mean: &[f32]) -> Queries {
         let problem: &Problem = bound.problem();
         let (dim, scale, width) = (problem.head_dim(), problem.scale(), self.d * BYTES);
-        let given = self.rows(bound, bound.q(), s, Side::Query, head, dim);
+        let given = self.head_rows(bound, bound.q(), s, Side::Query, head, dim);
         let mut codes = vec![0i8; s.q_len * width];
         let mut bias = vec![0.0f32; s.q_len];
         let scales = given.coded(spec.q, &vec![0.0; dim], width, |q, row, own| {
@@ -216,7 +216,7 @@ impl Int8Unit {
     fn key_panels(&self, bound: &Bound<'_>, spec: &Int8Attention, s: &Sequence, head: usize) -> KeyPanels {
         let problem: &Problem = bound.problem();
         let (dim, value_dim) = (problem.head_dim(), problem.value_dim());
-        let given = self.rows(bound, bound.k(), s, Side::Key, head, dim);
+        let given = self.head_rows(bound, bound.k(), s, Side::Key, head, dim);
         let mut sums = vec![0.0f64; dim];
         if spec.smooth_k {
             given.each(|_, row| self.kernels.coding.add_row(&mut sums, row));
@@ -235,7 +235,7 @@ impl Int8Unit {
         for key in 0..s.k_len {
             k[key / GROUP * pitch + self.d * SLOTS + key % GROUP] = scales[spec.k.scale_of(key)];
         }
-        let given = self.rows(bound, bound.v(), s, Side::Key, head, value_dim);
+        let given = self.head_rows(bound, bound.v(), s, Side::Key, head, value_dim);
         let (tiles, pitch, width) = (self.block / BYTES, self.value_pitch(), value_dim.next_multiple_of(BYTES));
         let mut v = Kept::new(s.k_len.div_ceil(self.block) * pitch);
         v[s.k_len / self.block * pitch..].fill(0.0);
@@ -298,7 +298,7 @@ impl Unit for Int8Unit {
             if lane >= tile.rows {
                 return &[][..];
             }
-            let (q, head) = cx.row(tile, lane);
+            let (q, head) = cx.query_and_head(tile, lane);
             let own = &self.queries[tile.sequence * self.q_heads + head];
             (lanes[lane], lanes[MAX_LANES + lane]) = (own.scales[q], own.bias[q]);
             &own.codes[q * width..(q + 1) * width]

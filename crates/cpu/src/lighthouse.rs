@@ -70,7 +70,7 @@ impl From<TensorError> for LighthouseError {
 }
 
 /// All tokens of a head as f32, `[token][dim]`.
-fn rows(view: &TensorView<'_>, options: &Options, batch: usize, head: usize, dim: usize) -> Vec<f32> {
+fn head_rows(view: &TensorView<'_>, options: &Options, batch: usize, head: usize, dim: usize) -> Vec<f32> {
     let strides = view.strides();
     let mut all = vec![0.0f32; view.shape()[1] * dim];
     for (t, row) in all.chunks_exact_mut(dim).enumerate() {
@@ -122,13 +122,13 @@ pub fn lighthouse_forward(
         let slots: Vec<std::sync::Mutex<&mut Vec<Entry>>> = entries.iter_mut().map(std::sync::Mutex::new).collect();
         pool::run(options.threads(), batch * heads, &|i| {
             let (b, h) = (i / heads, i % heads);
-            let own_q = rows(q, options, b, h, dim);
-            let own_k = rows(k, options, b, h / group, dim);
+            let own_q = head_rows(q, options, b, h, dim);
+            let own_k = head_rows(k, options, b, h / group, dim);
             let picked = light.select(&norms(&own_q, dim), &norms(&own_k, dim));
             gather(light, &picked, &own_q, dim, i, &to[0]);
             gather(light, &picked, &own_k, dim, i, &to[1]);
             drop((own_q, own_k));
-            gather(light, &picked, &rows(v, options, b, h / group, value_dim), value_dim, i, &to[2]);
+            gather(light, &picked, &head_rows(v, options, b, h / group, value_dim), value_dim, i, &to[2]);
             **slots[i].lock().unwrap_or_else(|e| e.into_inner()) = picked;
         });
     }
@@ -184,7 +184,7 @@ pub fn lighthouse_backward(
         let to = SharedRows::over(&mut d_attended);
         pool::run(options.threads(), batch * heads, &|i| {
             let (b, h) = (i / heads, i % heads);
-            let own = rows(&given, options, b, h, value_dim);
+            let own = head_rows(&given, options, b, h, value_dim);
             for (n, e) in saved.entries[i].iter().enumerate() {
                 // SAFETY: each sequence and head has its own rows.
                 let row = unsafe { to.row(((b * picked + n) * heads + h) * value_dim, value_dim) };

@@ -235,7 +235,7 @@ impl<'a> SharedRows<'a> {
     }
 
     /// The address of `rows` rows of `n` elements, `row` apart, for a kernel that writes them.
-    pub fn place(&self, offset: usize, [row, rows, n]: [usize; 3]) -> *mut u8 {
+    pub fn rows_mut_ptr(&self, offset: usize, [row, rows, n]: [usize; 3]) -> *mut u8 {
         let extent = rows.saturating_sub(1).checked_mul(row).and_then(|x| x.checked_add(n));
         let end = extent.and_then(|x| x.checked_add(offset));
         assert!(end.is_some_and(|end| end <= self.len), "rows outside the tensor");
@@ -257,7 +257,7 @@ impl<'a> SharedRows<'a> {
         assert!(rows.starts.iter().all(inside), "row outside the tensor");
         rows.past = self.large;
         // SAFETY: inside the borrowed tensor (just checked), and the caller guarantees that there is no other access.
-        unsafe { unit.narrow.store(&rows, to) };
+        unsafe { unit.bf16.store(&rows, to) };
         true
     }
 

@@ -1,6 +1,6 @@
 //! Attention over packed codes, for inference with K and V stored in four or eight bits.
 
-use crate::expanded::Operand;
+use crate::minifloat_unit::Operand;
 use crate::{Counters, Options, groups};
 use fulgurite_core::format::{FormatError, GroupFormat, Grouped};
 use fulgurite_core::{

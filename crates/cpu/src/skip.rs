@@ -4,7 +4,7 @@
 //! A window with sinks is two intervals of keys per row. Each is processed by the closed form of spans, so no
 //! expression is evaluated and a vector of rows computes little more than it sees.
 
-use crate::forward::{Out, Row, State, finish, items_of, scores, softmax, weave_whole};
+use crate::forward::{Out, QueryTile, State, finish, items_of, pipeline_whole, scores, softmax};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::modify::Modifier;
 use crate::simd::{Ahead, Policy, Seen, SoftmaxArgs};
@@ -155,8 +155,8 @@ fn largest(view: &TensorView<'_>, threads: usize) -> f64 {
 /// Rows of the value tensor that are searched at once.
 const SHARE: usize = 4096;
 
-/// A tile of rows while it goes through the keys.
-struct Rows<'w> {
+/// A tile of rows, as block skipping divides them, with its tiles of lanes on their way through the keys.
+struct SkipTile<'w> {
     number: usize,
     /// Key tiles that levels 1 and 2 keep, ascending.
     admitted: Vec<usize>,
@@ -194,7 +194,7 @@ impl<'a, 'm> Space<'_, 'a, 'm> {
     }
 }
 
-impl Rows<'_> {
+impl SkipTile<'_> {
     /// Processes key tile `t`, which is in block `i` of the current ones: drops it, or leaves it to
     /// [`Walker::fold_kept`].
     fn meet<'b, F: FnOnce() -> KeyRows<'b>>(
@@ -206,7 +206,7 @@ impl Rows<'_> {
     ) {
         let whole = block.finite
             && keys.len() == cx.unit.block(cx)
-            && self.walkers.iter().all(|walker| walker.kept.is_some() && walker.row.lanes.see(&keys));
+            && self.walkers.iter().all(|walker| walker.kept.is_some() && walker.queries.lanes.see(&keys));
         let piece = Piece { keys: keys.clone(), masked: true };
         let mut seen = whole;
         for walker in self.walkers.iter_mut().filter(|_| !whole) {
@@ -273,9 +273,9 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             ahead: [Ahead::default(); 2],
             counters: Counters::default(),
         };
-        let mut tiles: Vec<Rows<'_>> = Vec::with_capacity(item.tiles.len());
+        let mut tiles: Vec<SkipTile<'_>> = Vec::with_capacity(item.tiles.len());
         for number in item.tiles.clone() {
-            let own = skip.rows(sequence, number);
+            let own = skip.tile_rows(sequence, number);
             let mut found = Found::default();
             let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);
             let mut walkers = Vec::with_capacity(subs);
@@ -285,7 +285,7 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             }
             let lambda = skip.lambda(sequence, item.head, own);
             let limit = lambda.map(|lambda| (lambda.ln() / f64::from(cx.score_scale())) as f32);
-            tiles.push(Rows { number, admitted, lambda: lambda.unwrap_or(0.0), limit, walkers, found });
+            tiles.push(SkipTile { number, admitted, lambda: lambda.unwrap_or(0.0), limit, walkers, found });
         }
         let seen: Vec<usize> = {
             let mut all: Vec<usize> = tiles.iter().flat_map(|t| t.admitted.iter().copied()).collect();
@@ -302,8 +302,8 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
         while let Some(visits) = spans.next() {
             let head = item.head / cx.problem.group();
             if let Some([last, .., first] | [last @ first]) = spans.peek() {
-                let coming = at(first) * block..((at(last) + 1) * block).min(sequence.k_len);
-                cx.ask_keys(sequence, head, coming, &mut space.ahead);
+                let next_keys = at(first) * block..((at(last) + 1) * block).min(sequence.k_len);
+                cx.ask_keys(sequence, head, next_keys, &mut space.ahead);
             }
             let groups = || visits.chunk_by(|a, b| at(a) == at(b));
             let blocks: Vec<Block<'_, _>> = groups()
@@ -331,8 +331,8 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
         let scale = cx.score_scale();
         for mut tile in tiles {
             for walker in &mut tile.walkers {
-                walker.row.m.iter_mut().for_each(|m| *m *= scale);
-                finish(cx, &mut walker.row, rows, out);
+                walker.queries.m.iter_mut().for_each(|m| *m *= scale);
+                finish(cx, &mut walker.queries, rows, out);
             }
             tile.found.kept.sort_unstable();
             done(tile.number, tile.found);
@@ -344,13 +344,13 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
 /// dropped unnoticed.
 fn all_finite(cx: &Context<'_>, keys: &Keys<'_>, row: &mut [f32]) -> bool {
     let view = cx.bound.k();
-    let at = cx.key_rows(view.strides(), keys.sequence);
+    let at = cx.key_layout(view.strides(), keys.sequence);
     keys.range.clone().all(|key| cx.kernels.widen(&view.data(), at.at(key, keys.head), &mut row[..cx.d]))
 }
 
 /// A tile of lanes while it goes through the keys.
 struct Walker<'w> {
-    row: Row<'w>,
+    queries: QueryTile<'w>,
     /// Current blocks that it sees whole, has kept and not yet folded; `None` if it takes them one by one.
     kept: Option<Vec<usize>>,
     /// The intervals of keys that its lanes see: the start and the rest, or the rest alone.
@@ -379,7 +379,7 @@ impl<'w> Walker<'w> {
         let lanes = part(1);
         let stride = lanes.stride;
         let view = cx.bound.q();
-        let at = cx.query_rows(view.strides(), sequence);
+        let at = cx.query_layout(view.strides(), sequence);
         let mut finite = true;
         // Checked only if tiles may be dropped.
         let rows_of = if skip.problem().skip().lambda.is_some() { tile.first..tile.first + tile.rows } else { 0..0 };
@@ -389,11 +389,11 @@ impl<'w> Walker<'w> {
         cx.unit.queries(cx, &tile, stride, rows, q);
         let o = &mut o[..cx.dv_pad * stride];
         o.fill(0.0);
-        let row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
+        let queries = QueryTile { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
         let steps = parts.iter().map(|_| None).collect();
         let whole = !window && tile.rows == cx.kernels.tile && cx.unit.span(cx) > 1 && !cx.has_expressions() && finite;
         let top = [f32::NEG_INFINITY; MAX_LANES];
-        Walker { row, kept: whole.then(Vec::new), parts, steps, top, near: false, finite }
+        Walker { queries, kept: whole.then(Vec::new), parts, steps, top, near: false, finite }
     }
 
     /// Finds the part of a key tile that it sees; false if there is none.
@@ -404,7 +404,7 @@ impl<'w> Walker<'w> {
             let again = own.as_mut().is_some_and(|own| cx.step_again(lanes, piece, origin, own));
             if !again {
                 let meets = first < piece.keys.end && piece.keys.start < last;
-                *own = meets.then(|| cx.step(&self.row.tile, lanes, piece, origin)).flatten();
+                *own = meets.then(|| cx.step(&self.queries.tile, lanes, piece, origin)).flatten();
             }
         }
         self.steps.iter().any(Option::is_some)
@@ -412,8 +412,8 @@ impl<'w> Walker<'w> {
 
     /// Whether all scores of a block that it sees whole are below the running maximum by more than `limit`.
     fn is_below_whole(&mut self, cx: &Context<'_>, k: KeyRows<'_>, limit: f32, s: &mut [f32]) -> bool {
-        let seen = &mut Seen { top: &mut self.top, m: &self.row.m, limit, near: NEAR / cx.score_scale() };
-        let [high, near] = cx.unit.look(cx, k, self.row.q, s, seen);
+        let seen = &mut Seen { top: &mut self.top, m: &self.queries.m, limit, near: NEAR / cx.score_scale() };
+        let [high, near] = cx.unit.block_max(cx, k, self.queries.q, s, seen);
         self.near = near;
         !high
     }
@@ -434,12 +434,12 @@ impl<'w> Walker<'w> {
             let seen = step.ranges;
             for ranges in in_pairs(seen, cx.whole_products()) {
                 step.ranges = ranges;
-                scores(cx, &self.row, (step, origin), k, s, ahead, modifier);
+                scores(cx, &self.queries, (step, origin), k, s, ahead, modifier);
                 let (mut l, mut alpha) = ([0.0; MAX_LANES], [1.0; MAX_LANES]);
                 cx.kernels.softmax(
                     &mut SoftmaxArgs {
                         s,
-                        stride: self.row.lanes.stride,
+                        stride: self.queries.lanes.stride,
                         ranges,
                         inner: step.inner,
                         lo: &step.lo,
@@ -456,18 +456,19 @@ impl<'w> Walker<'w> {
             }
             step.ranges = seen;
         }
-        let (scale, stride) = (cx.score_scale(), self.row.lanes.stride);
+        let (scale, stride) = (cx.score_scale(), self.queries.lanes.stride);
         // Without branches, a lane takes less than a cycle. Lanes past the last row have queries of zero and are
         // ignored.
         let mut high = false;
-        for (before, &own) in self.top[..self.row.tile.rows].iter_mut().zip(&top) {
+        for (before, &own) in self.top[..self.queries.tile.rows].iter_mut().zip(&top) {
             let next = if own > *before { own } else { *before };
             // This also ignores lanes that saw no key: -inf - -inf is NaN.
             high |= own - next >= limit;
             *before = next;
         }
         let excess = |(m, own): (&f32, &f32)| (own - m) * scale;
-        let far = self.row.m[..stride].iter().zip(&top).map(excess).fold(false, |far, x| far | !matches!(x, ..NEAR));
+        let far =
+            self.queries.m[..stride].iter().zip(&top).map(excess).fold(false, |far, x| far | !matches!(x, ..NEAR));
         self.near = !far;
         self.finite && !high
     }
@@ -481,7 +482,7 @@ impl<'w> Walker<'w> {
     ) {
         let Some(kept) = self.kept.as_mut().filter(|kept| !kept.is_empty()) else { return };
         let rows: Vec<[KeyRows<'_>; 2]> = kept.drain(..).map(|i| [blocks[i].k, *blocks[i].v]).collect();
-        weave_whole(cx, &mut self.row, &rows, Rescale::OPTIMISTIC_LIMIT, &mut state);
+        pipeline_whole(cx, &mut self.queries, &rows, Rescale::OPTIMISTIC_LIMIT, &mut state);
     }
 
     /// Folds the tile into the running summary. With `scored`, the scores of a single part are already in `s`.
@@ -497,22 +498,22 @@ impl<'w> Walker<'w> {
         // Rows whose reference is near need no maximum.
         let policy = if scored && self.near { Policy::Trust(f32::INFINITY) } else { Policy::Raise(0.0) };
         let alone = self.steps.iter().flatten().count() == 1;
-        let stride = self.row.lanes.stride;
+        let stride = self.queries.lanes.stride;
         for step in self.steps.iter().flatten() {
             if !(scored && alone) {
-                scores(cx, &self.row, (step, origin), k, s, &mut ahead[0], modifier);
+                scores(cx, &self.queries, (step, origin), k, s, &mut ahead[0], modifier);
             }
-            let seen = cx.hidden_values((&self.row.tile, stride), (step, origin), v, s, scratch.values);
-            let (stats, alpha) = softmax(cx, &mut self.row, step, s, [k, v], scratch, policy);
+            let seen = cx.hidden_values((&self.queries.tile, stride), (step, origin), v, s, scratch.values);
+            let (stats, alpha) = softmax(cx, &mut self.queries, step, s, [k, v], scratch, policy);
             if stats.rescaled > 0 {
-                cx.kernels.scale_lanes(self.row.o, &alpha[..stride]);
+                cx.kernels.scale_lanes(self.queries.o, &alpha[..stride]);
             }
             match seen {
                 // Some values are not finite, and some lanes do not see them.
-                Some(seen) => cx.add_visible(&self.row.tile, origin, &seen, s, self.row.o, scratch.values),
+                Some(seen) => cx.add_visible(&self.queries.tile, origin, &seen, s, self.queries.o, scratch.values),
                 None => {
                     let products = Products { step, stride, ahead: &mut ahead[1] };
-                    cx.unit.output(cx, products, v, s, self.row.o, scratch);
+                    cx.unit.output(cx, products, v, s, self.queries.o, scratch);
                 }
             }
         }

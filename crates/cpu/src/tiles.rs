@@ -12,7 +12,7 @@ use crate::step::Step;
 use crate::unit::{Packer, QueryRows, Unit, Vectors};
 use fulgurite_core::expr::Coverage;
 use fulgurite_core::format::GroupFormat;
-use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Precision, Problem, Rows, Sequence, Side, TensorView};
+use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Precision, Problem, RowLayout, Sequence, Side, TensorView};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -203,7 +203,7 @@ impl<'a> Context<'a> {
         let paces = pace(first.start, last.start).zip(pace(first.end, last.end));
         for lane in 0..stride {
             // Lanes past the last row repeat it; their results are dropped.
-            let (q, head) = self.row(tile, lane.min(tile.rows - 1));
+            let (q, head) = self.query_and_head(tile, lane.min(tile.rows - 1));
             let n = q - queries.start;
             let keys = paces.map_or_else(|| span(q), |(a, b)| first.start + a * n..first.end + b * n);
             (lanes.q[lane], lanes.head[lane]) = (q as i32, head as i32);
@@ -219,7 +219,7 @@ impl<'a> Context<'a> {
     }
 
     /// Query and head of a lane.
-    pub fn row(&self, tile: &Tile, lane: usize) -> (usize, usize) {
+    pub fn query_and_head(&self, tile: &Tile, lane: usize) -> (usize, usize) {
         let p = tile.first + lane;
         // A division takes as long as all other work of a lane.
         if self.pack == 1 { (p, tile.head) } else { (p / self.pack, tile.head + p % self.pack) }
@@ -325,11 +325,19 @@ impl<'a> Context<'a> {
 
     /// Converts rows of queries (or their gradients) of a tile to f32, `[lane][width]`, zero padded. Returns true if
     /// all are finite.
-    pub fn gather(&self, tile: &Tile, data: &Data<'_>, rows: &Rows, n: usize, out: &mut [f32], width: usize) -> bool {
+    pub fn gather(
+        &self,
+        tile: &Tile,
+        data: &Data<'_>,
+        rows: &RowLayout,
+        n: usize,
+        out: &mut [f32],
+        width: usize,
+    ) -> bool {
         let mut finite = true;
         for (lane, row) in out.chunks_exact_mut(width).enumerate() {
             if lane < tile.rows {
-                let (q, head) = self.row(tile, lane);
+                let (q, head) = self.query_and_head(tile, lane);
                 finite &= self.kernels.widen(data, rows.at(q, head), &mut row[..n]);
                 row[n..].fill(0.0);
             } else {
@@ -370,7 +378,7 @@ impl<'a> Context<'a> {
         [n, width]: [usize; 2],
         buffer: &'b mut [f32],
     ) -> KeyRows<'b> {
-        let rows = self.key_rows(view.strides(), sequence);
+        let rows = self.key_layout(view.strides(), sequence);
         let (offset, count) = (rows.at(keys.start, head), keys.len());
         self.keys_from(Source { data: view.data(), offset, row: rows.row, rows: count, n }, width, buffer)
     }
@@ -421,17 +429,17 @@ impl<'a> Context<'a> {
         KeyRows { rows: Matrix::new(copy, width), finite: true }
     }
 
-    pub fn key_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
-        self.bound.rows(strides, sequence, Side::Key)
+    pub fn key_layout(&self, strides: &[usize], sequence: &Sequence) -> RowLayout {
+        self.bound.row_layout(strides, sequence, Side::Key)
     }
-    pub fn query_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
-        self.bound.rows(strides, sequence, Side::Query)
+    pub fn query_layout(&self, strides: &[usize], sequence: &Sequence) -> RowLayout {
+        self.bound.row_layout(strides, sequence, Side::Query)
     }
 
     /// Prefetches keys and values.
     pub fn ask_keys(&self, sequence: &Sequence, kv_head: usize, keys: Range<usize>, ahead: &mut [Ahead; 2]) {
         for ((view, n), ahead) in [(self.bound.k(), self.d), (self.bound.v(), self.dv)].into_iter().zip(ahead) {
-            let at = self.key_rows(view.strides(), sequence);
+            let at = self.key_layout(view.strides(), sequence);
             ahead.push_rows(&view.data(), at.at(keys.start, kv_head), at.row, n, keys.len());
         }
     }
@@ -439,7 +447,7 @@ impl<'a> Context<'a> {
     /// Prefetches queries of one head.
     pub fn ask_queries(&self, sequence: &Sequence, head: usize, queries: Range<usize>, ahead: &mut Ahead) {
         let view = self.bound.q();
-        let at = self.query_rows(view.strides(), sequence);
+        let at = self.query_layout(view.strides(), sequence);
         ahead.push_rows(&view.data(), at.at(queries.start, head), at.row, self.d, queries.len());
     }
 }

@@ -5,8 +5,8 @@
 
 use crate::memory::Arena;
 use crate::simd::{
-    Ahead, DEPTH, GROUP, Hold, Kernels, LaneProbe, Matrix, MatrixKernels, MatrixMut, Panels, Place, Policy, RowsAt,
-    SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Square, Sum, Woven, WovenBlock, WovenTile, parts,
+    Ahead, BlockPosition, DEPTH, GROUP, Hold, Kernels, LaneProbe, Matrix, MatrixKernels, MatrixMut, Panels, Pipelined,
+    PipelinedBlock, PipelinedTile, Policy, RowsAt, SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Square, Sum, parts,
 };
 use crate::step::{Cover, Step};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
@@ -66,12 +66,12 @@ pub(crate) struct Operands<'a> {
     pub v: KeyRows<'a>,
 }
 
-/// Blocks for [`Unit::weave`]; see [`Woven`].
+/// Blocks for [`Unit::pipeline`]; see [`Pipelined`].
 pub(crate) struct Run<'a, 't> {
     pub blocks: &'a [[KeyRows<'a>; 2]],
     pub origin: usize,
-    pub tiles: &'a mut [WovenTile<'t>],
-    pub first: Place,
+    pub tiles: &'a mut [PipelinedTile<'t>],
+    pub first: BlockPosition,
     pub limit: f32,
     pub s: &'a mut [f32],
     pub weights: &'a mut [f32],
@@ -99,12 +99,12 @@ pub(crate) trait Unit: Sync {
     }
     /// Processes several blocks at once for all tiles of an item, if [`span`](Self::span) is more than one. Returns the
     /// block at which it stopped before the end, which needs single steps.
-    fn weave(&self, _: &Context<'_>, _: Run<'_, '_>) -> Option<Place> {
+    fn pipeline(&self, _: &Context<'_>, _: Run<'_, '_>) -> Option<BlockPosition> {
         unreachable!("bug in fulgurite: this unit takes one block at a time")
     }
     /// Whether some score of a whole block of keys is within its lane's limit, and whether all are near the references,
     /// if [`span`](Self::span) is more than one; `s` is scratch for a tile.
-    fn look(&self, _: &Context<'_>, _: KeyRows<'_>, _: &[f32], _s: &mut [f32], _: &mut Seen<'_>) -> [bool; 2] {
+    fn block_max(&self, _: &Context<'_>, _: KeyRows<'_>, _: &[f32], _s: &mut [f32], _: &mut Seen<'_>) -> [bool; 2] {
         unreachable!("bug in fulgurite: a unit that takes single steps")
     }
     /// Whether `output` multiplies O by alpha itself.
@@ -298,14 +298,14 @@ impl Unit for MatrixKernels {
     fn span(&self, cx: &Context<'_>) -> usize {
         let plain = cx.rounding.is_none() && cx.problem.blocks().is_none();
         let Sizes { parts, block, d, dv, .. } = Sizes::new(self, cx);
-        if plain && parts == 1 && self.narrow.suits(cx.exp) && self.weaves([block, d, dv]) { 8 } else { 1 }
+        if plain && parts == 1 && self.bf16.suits(cx.exp) && self.has_pipeline([block, d, dv]) { 8 } else { 1 }
     }
-    fn weave(&self, cx: &Context<'_>, run: Run<'_, '_>) -> Option<Place> {
+    fn pipeline(&self, cx: &Context<'_>, run: Run<'_, '_>) -> Option<BlockPosition> {
         let Sizes { block, d, dv, .. } = Sizes::new(self, cx);
         // Non-finite values require a check of which keys have no weight.
-        let own = run.blocks.iter().map(|[k, v]| WovenBlock { k: k.rows.data, v: v.rows.data, finite: v.finite });
-        let blocks: Vec<WovenBlock<'_>> = own.collect();
-        let mut woven = Woven {
+        let own = run.blocks.iter().map(|[k, v]| PipelinedBlock { k: k.rows.data, v: v.rows.data, finite: v.finite });
+        let blocks: Vec<PipelinedBlock<'_>> = own.collect();
+        let mut pipelined = Pipelined {
             blocks: &blocks,
             origin: run.origin,
             tiles: run.tiles,
@@ -316,11 +316,11 @@ impl Unit for MatrixKernels {
             weights: run.weights,
             modify: run.modify,
         };
-        MatrixKernels::weave(self, &mut woven, [block, d, dv], run.ahead)
+        MatrixKernels::pipeline(self, &mut pipelined, [block, d, dv], run.ahead)
     }
-    fn look(&self, cx: &Context<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32], seen: &mut Seen<'_>) -> [bool; 2] {
+    fn block_max(&self, cx: &Context<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32], seen: &mut Seen<'_>) -> [bool; 2] {
         let Sizes { block, d, dv, .. } = Sizes::new(self, cx);
-        MatrixKernels::look(self, [k.rows.data, q], [block, d, dv], s, seen)
+        MatrixKernels::block_max(self, [k.rows.data, q], [block, d, dv], s, seen)
     }
     fn softmax(
         &self,
@@ -331,11 +331,11 @@ impl Unit for MatrixKernels {
     ) -> SoftmaxStats {
         let Sizes { weight_parts, block, .. } = Sizes::new(self, cx);
         // Non-finite values require a check of which keys have no weight, and so P itself.
-        let narrow = weight_parts == 1 && self.narrow.suits(args.exp) && args.policy != Policy::MaxOnly;
+        let narrow = weight_parts == 1 && self.bf16.suits(args.exp) && args.policy != Policy::MaxOnly;
         let narrow = narrow && cx.rounding.is_none();
         scratch.packed = narrow && v.finite;
         if scratch.packed {
-            self.narrow.softmax(args, scratch.weights, block, scratch.probe.as_mut())
+            self.bf16.softmax(args, scratch.weights, block, scratch.probe.as_mut())
         } else {
             cx.kernels.softmax(args, scratch.probe.as_mut())
         }
@@ -373,7 +373,7 @@ impl Packer for MatrixKernels {
         if let Data::Bf16(data) = from.data {
             let rows = RowsAt { data, starts: &from.starts[..from.rows], n: cx.d };
             // Lanes past the last row are not written; their results are dropped.
-            return self.narrow.turn(rows, out, d);
+            return self.bf16.turn(rows, out, d);
         }
         let (rows, turned) = rows.split_at_mut(Arena::room(cx.kernels.tile * cx.d_pad));
         let scale = cx.problem.scale() / self.score_scale(cx);
@@ -415,7 +415,7 @@ pub(crate) struct QueryRows<'a> {
 impl<'a> QueryRows<'a> {
     fn of(cx: &Context<'a>, tile: &Tile) -> Self {
         let q = cx.bound.q();
-        let at = cx.query_rows(q.strides(), &cx.bound.sequences()[tile.sequence]);
+        let at = cx.query_layout(q.strides(), &cx.bound.sequences()[tile.sequence]);
         let starts = cx.row_starts(tile, q.strides());
         QueryRows { data: q.data(), starts, rows: tile.rows, row: (cx.pack == 1).then_some(at.row) }
     }
@@ -424,9 +424,9 @@ impl<'a> QueryRows<'a> {
 impl Context<'_> {
     /// Offsets of a tile's rows in a tensor of queries.
     pub fn row_starts(&self, tile: &Tile, strides: &[usize]) -> [usize; MAX_LANES] {
-        let at = self.query_rows(strides, &self.bound.sequences()[tile.sequence]);
+        let at = self.query_layout(strides, &self.bound.sequences()[tile.sequence]);
         std::array::from_fn(|lane| {
-            let (q, head) = self.row(tile, lane.min(tile.rows - 1));
+            let (q, head) = self.query_and_head(tile, lane.min(tile.rows - 1));
             at.at(q, head)
         })
     }
@@ -434,6 +434,6 @@ impl Context<'_> {
 
 /// Rows of keys in the form that packers take.
 pub(crate) fn source<'b>(cx: &Context<'b>, view: &TensorView<'b>, keys: &Keys<'_>, n: usize) -> Source<'b> {
-    let rows = cx.key_rows(view.strides(), keys.sequence);
+    let rows = cx.key_layout(view.strides(), keys.sequence);
     Source { data: view.data(), offset: rows.at(keys.range.start, keys.head), row: rows.row, rows: keys.range.len(), n }
 }

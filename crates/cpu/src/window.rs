@@ -4,7 +4,7 @@
 //! An item's keys are packed once, as one block that starts with its first row's window, so no block boundary falls
 //! inside a tile's window.
 
-use crate::forward::{Out, Row, State, finish, fold};
+use crate::forward::{Out, QueryTile, State, finish, fold};
 use crate::memory::{Arena, with_workspace};
 use crate::simd::{Ahead, DEPTH, Policy};
 use crate::skip::{Found, Item};
@@ -45,7 +45,7 @@ pub(crate) fn spans(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item) -> Opti
         return None;
     }
     let s = &cx.bound.sequences()[item.sequence];
-    let rows = skip.rows(s, item.tiles.start).start..skip.rows(s, item.tiles.end - 1).end;
+    let rows = skip.tile_rows(s, item.tiles.start).start..skip.tile_rows(s, item.tiles.end - 1).end;
     if rows.is_empty() {
         return None;
     }
@@ -112,25 +112,25 @@ pub(crate) fn walk(
         let keys = |range: &Range<usize>| Keys { sequence, head, range: range.clone() };
         let window = near.unit.block_of(&near, &keys(&spans.window), [near_k, near_v]);
         let sinks = far.unit.block_of(&far, &keys(&spans.sinks), [far_k, far_v]);
-        let mut coming = next.map(|(item, spans)| (*item, spans.window.clone()));
+        let mut next_keys = next.map(|(item, spans)| (*item, spans.window.clone()));
         let mut counters = Counters::default();
         for (i, number) in item.tiles.clone().enumerate() {
-            let own = skip.rows(sequence, number);
+            let own = skip.tile_rows(sequence, number);
             let mut ahead = [Ahead::paced(PACE); 2];
-            let o_rows = cx.query_rows(out.o_strides, sequence);
+            let o_rows = cx.query_layout(out.o_strides, sequence);
             out.o.ask(&mut ahead[1], o_rows.at(own.start, item.head), o_rows.row, cx.dv, own.len());
-            // Pack equally many of the coming keys with each tile.
-            if let Some((next, keys)) = &mut coming {
+            // Pack equally many of the next keys with each tile.
+            if let Some((next, keys)) = &mut next_keys {
                 let rows = keys.len().div_ceil(item.tiles.len() - i);
                 let (sequence, head) = (&cx.bound.sequences()[next.sequence], next.head / cx.problem.group());
                 cx.ask_keys(sequence, head, keys.start..keys.start + rows, &mut ahead);
                 keys.start += rows;
             }
             if number + 1 < item.tiles.end {
-                cx.ask_queries(sequence, item.head, skip.rows(sequence, number + 1), &mut ahead[0]);
+                cx.ask_queries(sequence, item.head, skip.tile_rows(sequence, number + 1), &mut ahead[0]);
             } else if let Some((next, _)) = next {
                 let sequence = &cx.bound.sequences()[next.sequence];
-                cx.ask_queries(sequence, next.head, skip.rows(sequence, next.tiles.start), &mut ahead[0]);
+                cx.ask_queries(sequence, next.head, skip.tile_rows(sequence, next.tiles.start), &mut ahead[0]);
             }
             let mut found = Found::default();
             let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);
@@ -145,9 +145,10 @@ pub(crate) fn walk(
                 let o = &mut o[..cx.dv_pad * stride];
                 o.fill(0.0);
                 let [own, beginning] = lanes;
-                let mut row = Row { tile, lanes: own, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
+                let mut queries =
+                    QueryTile { tile, lanes: own, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
                 // The window first: its maximum usually exceeds the sinks', so nothing must be rescaled.
-                let (from, to) = row.lanes.reach();
+                let (from, to) = queries.lanes.reach();
                 let keys = from.max(spans.window.start)..to.min(spans.window.end);
                 let mut parts = vec![(&near, window, spans.window.start, keys, Policy::Raise(0.0), None)];
                 if !spans.sinks.is_empty() {
@@ -156,7 +157,7 @@ pub(crate) fn walk(
                 }
                 for (cx, block, origin, keys, policy, lanes) in parts {
                     let piece = Piece { keys, masked: true };
-                    let step = cx.step(&row.tile, lanes.unwrap_or(&row.lanes), &piece, origin);
+                    let step = cx.step(&queries.tile, lanes.unwrap_or(&queries.lanes), &piece, origin);
                     let Some(mut step) = step else { continue };
                     let all = std::mem::take(&mut step.ranges);
                     for ranges in in_pairs(all, cx.whole_tiles()) {
@@ -168,13 +169,13 @@ pub(crate) fn walk(
                             counters: &mut counters,
                             modifier: &mut modifier,
                         };
-                        fold(cx, &mut row, &step, origin, block, policy, state);
+                        fold(cx, &mut queries, &step, origin, block, policy, state);
                     }
                 }
                 let scale = cx.score_scale();
-                row.m.iter_mut().for_each(|m| *m *= scale);
+                queries.m.iter_mut().for_each(|m| *m *= scale);
                 ahead.iter_mut().for_each(|ahead| ahead.take(usize::MAX));
-                finish(cx, &mut row, rows, out);
+                finish(cx, &mut queries, rows, out);
             }
             done(number, found);
         }

@@ -1,4 +1,5 @@
-//! DBSCAN: points with enough neighbours are cores, cores within reach are one cluster, and what a core reaches belongs to it.
+//! DBSCAN: points with enough neighbours are cores, cores within reach are one cluster, and points
+//! within reach of a core belong to its cluster.
 
 use crate::knn::NeighborIndex;
 use crate::points::precision;
@@ -10,7 +11,7 @@ use std::sync::Mutex;
 /// Pairs that a thread keeps before it joins their sets.
 const PAIRS: usize = 1 << 14;
 
-/// How to cluster by density.
+/// Settings of DBSCAN.
 #[derive(Debug, Clone)]
 pub struct Dbscan {
     radius: f64,
@@ -25,7 +26,7 @@ pub struct DbscanModel {
     pub labels: Vec<i32>,
     /// Which points are cores.
     pub cores: Vec<u32>,
-    /// How many clusters there are.
+    /// Number of clusters.
     pub clusters: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Why a call was refused: the argument, its value, what is allowed, and a way out.
+//! The reason why a call was refused: the argument, its value, the allowed values, and a hint.
 
 use thiserror::Error;
 
@@ -47,7 +47,7 @@ pub enum Error {
         row: usize,
         /// The column.
         column: usize,
-        /// What is there.
+        /// The element.
         value: f32,
     },
     /// Rows of another length than those a model was made from.
@@ -57,7 +57,7 @@ pub enum Error {
         arg: &'static str,
         /// Elements of a row.
         got: usize,
-        /// What is wanted.
+        /// Elements of the rows before.
         want: usize,
     },
     /// A count out of range.
@@ -81,7 +81,7 @@ pub enum Error {
         arg: &'static str,
         /// Its value.
         got: f64,
-        /// What is allowed.
+        /// The allowed values.
         allowed: &'static str,
         /// A way out.
         hint: &'static str,
@@ -99,7 +99,7 @@ pub enum Error {
     Metric {
         /// The metric given.
         got: &'static str,
-        /// What is allowed.
+        /// The allowed values.
         allowed: &'static str,
         /// A way out.
         hint: &'static str,
@@ -109,7 +109,7 @@ pub enum Error {
     File {
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// The fault.
         reason: String,
     },
     /// A file that is not the one it was.
@@ -117,7 +117,7 @@ pub enum Error {
     Changed {
         /// The file.
         path: String,
-        /// How it is known.
+        /// The sign of the change.
         what: String,
     },
     /// The eigenvalue solver gave up.

@@ -11,7 +11,7 @@ use std::sync::Mutex;
 /// Rows for each list from which centroids are learned; more change them little.
 const TRAIN: usize = 256;
 
-/// How to build an index of inverted lists.
+/// Settings of an index of inverted lists.
 #[derive(Debug, Clone)]
 pub struct Ivf {
     lists: usize,
@@ -23,18 +23,18 @@ pub struct Ivf {
 }
 
 impl Ivf {
-    /// So many lists; the square root of the number of rows is a good first guess.
+    /// Settings for this number of lists; the square root of the number of rows is a good first guess.
     pub fn new(lists: usize) -> Ivf {
         Ivf { lists, metric: Metric::Euclidean, seed: 0, steps: 10, score_tolerance: None, options: Options::default() }
     }
 
-    /// What is near.
+    /// The metric.
     pub fn metric(mut self, metric: Metric) -> Self {
         self.metric = metric;
         self
     }
 
-    /// Decides what is drawn at random.
+    /// Seed of the random draws.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -134,7 +134,7 @@ impl std::fmt::Debug for IvfIndex<'_> {
 }
 
 impl IvfIndex<'_> {
-    /// How many lists there are.
+    /// Number of lists.
     pub fn lists(&self) -> usize {
         self.lists.len()
     }
@@ -249,7 +249,7 @@ impl IvfIndex<'_> {
         Ok(asked)
     }
 
-    /// The share of the true k nearest rows that a search with so many probes finds.
+    /// The share of the true k nearest rows that a search with `probes` probes finds.
     pub fn recall(&self, queries: Points<'_>, k: usize, probes: usize) -> Result<f64, Error> {
         let truth = NeighborIndex::new(self.points(), self.search.metric, self.options)?.search(queries, k)?;
         Ok(self.search(queries, k, probes)?.recall(&truth))

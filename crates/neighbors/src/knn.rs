@@ -24,7 +24,7 @@ const LONG: usize = 1024;
 /// Rows found for queries: `k` for each, nearest first, lower rows first among equally near ones.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Neighbors {
-    /// How many for each query.
+    /// Number of neighbours of each query.
     pub k: usize,
     /// Numbers of rows, `[queries, k]`.
     pub rows: Vec<u32>,
@@ -87,12 +87,12 @@ impl std::fmt::Debug for NeighborIndex<'_> {
     }
 }
 
-/// What searches have in common.
+/// The common part of all searches.
 pub(crate) struct Search {
     pub scanner: Scanner,
     pub frame: Frame,
     pub metric: Metric,
-    /// Whether whatever may be among the k is looked at again.
+    /// Whether candidates within the error of products are computed again in f64.
     pub exact: bool,
 }
 
@@ -177,7 +177,7 @@ struct TopK<'a> {
     skip: &'a dyn Fn(usize, u32) -> bool,
     far: &'a dyn Fn(usize, u32) -> f64,
     margins: Vec<f64>,
-    /// What a key must be worth to be among the k, less twice the error.
+    /// The worth that a key needs to be among the k, less twice the error.
     bars: Vec<f32>,
     lists: Vec<Vec<(f32, u32)>>,
     found: Vec<(u32, u32, f32)>,
@@ -186,7 +186,7 @@ struct TopK<'a> {
 }
 
 impl TopK<'_> {
-    /// Leaves the k of a list that are nearest in truth: whoever is dropped has k before it.
+    /// Keeps the k exactly nearest keys of a list: each dropped key has k nearer ones.
     fn settle(&mut self, query: usize) {
         let list = &mut self.lists[query];
         self.looked += list.len();
@@ -230,7 +230,7 @@ impl Fold for TopK<'_> {
     }
 }
 
-/// Drops what cannot be among the k any more; returns the new bar.
+/// Drops keys that cannot be among the k any more; returns the new bar.
 fn shrink(list: &mut Vec<(f32, u32)>, k: usize, margin: f64) -> f32 {
     if list.len() < k || k == 0 {
         return f32::NEG_INFINITY;
@@ -432,7 +432,7 @@ struct Within<'a> {
 
 impl Fold for Within<'_> {
     fn begin(&mut self, norms: &[f32]) {
-        // What a key at the radius is worth: half the norm less half the squared distance.
+        // The worth of a key at the radius: half the norm less half the squared distance.
         self.lanes = norms.iter().map(|&norm| (0.5 * f64::from(norm), (self.margin)(norm) * 1.01)).collect();
         self.bars = self.lanes.iter().map(|&(half, margin)| below(half - self.half - 2.0 * margin)).collect();
         self.bars.iter_mut().filter(|bar| bar.is_nan()).for_each(|bar| *bar = f32::NEG_INFINITY);

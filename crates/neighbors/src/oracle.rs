@@ -1,8 +1,8 @@
-//! What each answer means: f64, loops, no tiles, no tricks.
+//! The definition of each answer: f64, loops, no tiles.
 
 use crate::{Metric, Points};
 
-/// How far two rows are from each other; euclidean distances are squared.
+/// The distance of two rows; euclidean distances are squared.
 pub fn far(metric: Metric, a: &[f32], b: &[f32]) -> f64 {
     let pairs = || a.iter().zip(b).map(|(&a, &b)| (f64::from(a), f64::from(b)));
     let dot = || pairs().map(|(a, b)| a * b).sum::<f64>();

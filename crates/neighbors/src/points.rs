@@ -107,7 +107,7 @@ impl<'a> Points<'a> {
         }
     }
 
-    /// How many there are.
+    /// Number of points.
     pub fn len(&self) -> usize {
         self.n
     }
@@ -180,8 +180,8 @@ impl<'a> Kept<'a> {
     }
 }
 
-/// What products must keep where scores may be off by so much of the norms of their rows, and whether what is within their
-/// error is looked at again.
+/// The digits that products keep if scores may be off by this share of their rows' norms, and whether results within
+/// the error of products are computed again in f64.
 pub(crate) fn precision(score_tolerance: Option<f64>) -> (Digits, bool) {
     match score_tolerance {
         // One bf16 leaves 2^-7 of a product, two leave 2^-14.
@@ -191,7 +191,7 @@ pub(crate) fn precision(score_tolerance: Option<f64>) -> (Digits, bool) {
     }
 }
 
-/// Refuses what is no tolerance.
+/// Refuses numbers that are no tolerance.
 pub(crate) fn checked_tolerance(score_tolerance: Option<f64>) -> Result<(), Error> {
     match score_tolerance.filter(|x| x.is_nan() || *x < 0.0) {
         None => Ok(()),

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::path::Path;
 use std::time::SystemTime;
 
-/// Where rows of f32 come from.
+/// A source of rows of f32.
 pub trait RowSource: Sync {
     /// Rows and columns.
     fn shape(&self) -> [usize; 2];

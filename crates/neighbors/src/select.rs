@@ -1,5 +1,5 @@
-//! Which blocks of keys a block of queries should see: keys and queries sorted by clusters, and blocks kept until they hold
-//! most of the weight that their means promise.
+//! Selects the blocks of keys that a block of queries should see: keys and queries are sorted by clusters, and blocks
+//! are kept until they hold most of the weight that their means promise.
 //!
 //! Attention without a mask does not care about the order of its keys, so keys that point the same way can be put into
 //! the same blocks. Where two clusters meet in a block each speaks for its own part: the mean of both would
@@ -10,7 +10,7 @@ use crate::{Error, KMeans, Metric, Options, Points, oracle};
 use fulgurite_core::{BlockMask, BlockSpec};
 use fulgurite_cpu::scan::{Digits, Scanner};
 
-/// How to choose blocks.
+/// Settings of the selection.
 #[derive(Debug, Clone)]
 pub struct KeySelector {
     block: [usize; 2],
@@ -57,7 +57,7 @@ impl KeySelector {
         self
     }
 
-    /// Chooses for one head: its queries and keys, and what their products are multiplied with.
+    /// Chooses for one head: its queries and keys, and the factor of their products.
     ///
     /// ```
     /// use fulgurite_neighbors::{Error, KeySelector, Points};
@@ -111,7 +111,7 @@ impl KeySelector {
         Ok((sorted(&labels, clusters), labels))
     }
 
-    /// What share of the weight of a block of queries the pieces of blocks of keys promise.
+    /// The share of a block of queries' weight that each block of keys promises.
     fn shares(
         &self,
         queries: Points<'_>,

@@ -39,7 +39,7 @@ pub enum Method {
 pub struct Pca(TruncatedSvd);
 
 impl Pca {
-    /// So many components.
+    /// Settings for this number of components.
     pub fn new(components: usize) -> Pca {
         let mut svd = TruncatedSvd::new(components);
         svd.centred = true;
@@ -51,7 +51,7 @@ impl Pca {
         Pca(self.0.tolerance(tolerance))
     }
 
-    /// Decides what is drawn at random.
+    /// Seed of the random draws.
     pub fn seed(self, seed: u64) -> Pca {
         Pca(self.0.seed(seed))
     }
@@ -87,7 +87,7 @@ pub struct TruncatedSvd {
 }
 
 impl TruncatedSvd {
-    /// So many singular values.
+    /// Settings for this number of singular values.
     pub fn new(components: usize) -> TruncatedSvd {
         TruncatedSvd { k: components, tolerance: None, seed: 0, centred: false, options: Options::default() }
     }
@@ -99,7 +99,7 @@ impl TruncatedSvd {
         self
     }
 
-    /// Decides what is drawn at random.
+    /// Seed of the random draws.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -246,7 +246,8 @@ impl Data<'_> {
     }
 
     /// A random subspace, drawn towards the largest singular vectors by multiplying with X^T X, until the singular
-    /// values that it shows move by less than the tolerance (an eighth: what is left shrinks by a factor each time).
+    /// values that it shows move by less than an eighth of the tolerance: the remaining error shrinks by a factor each
+    /// time.
     fn sketch(&self, [wide, k]: [usize; 2], seed: u64, tolerance: f64) -> Result<Vec<f64>, Error> {
         let d = self.points.dim();
         let width = self.scanner.padded(wide);
@@ -262,7 +263,7 @@ impl Data<'_> {
                     self.scanner.add_squared_times(&rows, d, &b, width, sums);
                 }
             });
-            // Q^T X^T X Q, whose eigenvalues are the squares of what this subspace shows.
+            // Q^T X^T X Q, whose eigenvalues are the squares of the singular values in this subspace.
             let mut shown = vec![0.0f64; wide * wide];
             for (q, z) in basis.chunks_exact(wide).zip(sums.chunks_exact(width)) {
                 for (i, row) in shown.chunks_exact_mut(wide).enumerate() {
@@ -360,7 +361,7 @@ fn orthonormal(basis: &mut [f64], d: usize, wide: usize) {
     }
 }
 
-/// Singular values, the vectors that belong to them, and what they explain.
+/// Singular values, their vectors, and the variance that they explain.
 #[derive(Clone)]
 pub struct Decomposition {
     d: usize,

@@ -18,7 +18,7 @@ const ROWS: usize = 64;
 /// Multiplications that the comparison of one cell may take, per product: it bounds the number of heads.
 const EFFORT: usize = ROWS * 4096 * 64;
 
-/// Which half of the work.
+/// Forward or backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pass {
@@ -81,7 +81,7 @@ pub struct Worst {
 /// One result.
 #[derive(Debug, Clone, Serialize)]
 pub struct Cell {
-    /// Which half of the work.
+    /// Forward or backward.
     pub pass: Pass,
     /// Type of the tensors.
     pub dtype: String,
@@ -117,13 +117,13 @@ impl Cell {
     }
 }
 
-/// Error as a share of what is allowed; above 1 for what is out of the rule.
+/// Error as a share of the allowed one; above 1 if it is out of the rule.
 fn share(worst: &Worst) -> f64 {
     let share = worst.error / worst.allowed.max(f64::MIN_POSITIVE);
     if worst.ok { share.min(1.0) } else { share.max(1.0 + f64::EPSILON) }
 }
 
-/// What one cell computes.
+/// The computation of one cell.
 #[derive(Debug, Clone, Copy)]
 pub struct Spec {
     pub dtype: DType,
@@ -268,7 +268,7 @@ pub fn measure(
     Ok(cells)
 }
 
-/// What each of so many runs took: by the engine's own clock where it has one, else by ours.
+/// Seconds of each of `repeats` runs, by the engine's own clock where it has one, else by ours.
 fn time(repeats: usize, mut work: impl FnMut(&Run<'_>) -> Result<(), Failure>) -> Result<Vec<f64>, Failure> {
     let stopwatch = Stopwatch::rounds(repeats);
     let mut once = |run: &Run<'_>| -> Result<f64, Failure> {
@@ -394,7 +394,7 @@ impl Check<'_> {
                 d_aux: Vec::new(),
             };
             let d_o = rows(&data.d_o, at, self.first, self.count)?;
-            // The comparison computes its own forward; of what was saved it reads the gradients only.
+            // The comparison computes its own forward; of the saved tensors it reads only the gradients.
             let zeros = Forward::zeros(bound.problem()).map_err(fulgurite::Error::from)?;
             Ok(compare::check_backward(bound, &zeros.saved(d_o.view()), &part, 0))
         })

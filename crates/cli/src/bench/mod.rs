@@ -30,7 +30,7 @@ impl Grid {
         Grid { dims: dims.to_vec(), lens: lens.to_vec(), dtypes: dtypes.to_vec(), tokens, width }
     }
 
-    /// What was asked for, and else what the engine is usually measured on.
+    /// The requested grid; axes that are not given are the usual ones of the engine.
     fn new(args: &BenchArgs) -> Result<Grid, Failure> {
         let usual = match (args.quick, args.engine.engine) {
             (true, Choice::Cuda) => Grid::of([&[128], &[1024, 4096]], &[DType::Bf16], 4096, 1024),
@@ -83,7 +83,7 @@ pub fn main(args: &BenchArgs) -> Result<(), Failure> {
     let machine = Machine::look();
     let specs = grid.specs();
     let elements = specs.iter().map(Spec::elements).max().unwrap_or(0);
-    // q, k, v, o, their gradients and what the check copies, in f32.
+    // q, k, v, o, their gradients and the copies of the check, in f32.
     if let Some(room) = machine.memory_bytes.filter(|&room| elements as u64 * 4 * 12 > room) {
         let text = format_args!(
             "the largest cell needs {}, this machine has {}; choose shorter `--lens` or a smaller `--width`",

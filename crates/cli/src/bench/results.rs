@@ -1,4 +1,4 @@
-//! What a run of `bench` found.
+//! The results of a run of `bench`.
 
 use crate::bench::cell::Cell;
 use crate::machine::Machine;
@@ -14,9 +14,9 @@ pub struct Results {
     pub date: String,
     /// The command that was given.
     pub command: String,
-    /// Where.
+    /// The machine.
     pub machine: Machine,
-    /// Who computed.
+    /// The engine.
     pub engine: String,
     /// Seed of the random tensors.
     pub seed: u64,
@@ -25,5 +25,5 @@ pub struct Results {
     /// The grid.
     pub cells: Vec<Cell>,
     /// The systems around attention.
-    pub around: Vec<variants::Row>,
+    pub around: Vec<variants::Measurement>,
 }

@@ -33,7 +33,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// What the path asks for: a name ending in `.safetensors`, or a folder.
+    /// The format of a path: a name ending in `.safetensors`, or a folder.
     pub fn of(path: &Path) -> Result<Format, Failure> {
         match path.extension().and_then(|e| e.to_str()) {
             Some("safetensors") if !path.is_dir() => Ok(Format::Safetensors),
@@ -77,13 +77,13 @@ pub fn encoded(path: &Path, format: Format, tensors: &[(String, &Tensor)]) -> Re
 
 /// Writes a file, creating the folders above it.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    place(&[(path, bytes)])
+    replace_files(&[(path, bytes)])
 }
 
 /// Writes files, creating the folders above them. Each gets its name when all of them are written: where one cannot be,
 /// what was there before stays.
 pub fn write_files(files: &[(PathBuf, Vec<u8>)]) -> Result<(), Failure> {
-    place(&files.iter().map(|(path, bytes)| (path.as_path(), &bytes[..])).collect::<Vec<_>>())
+    replace_files(&files.iter().map(|(path, bytes)| (path.as_path(), &bytes[..])).collect::<Vec<_>>())
 }
 
 /// Refuses an output that cannot be written, before any work.
@@ -99,7 +99,7 @@ fn failed(path: &Path, e: &std::io::Error) -> Failure {
     Failure::work(format_args!("cannot write {}: {}", path.display(), reason(e)))
 }
 
-fn place(files: &[(&Path, &[u8])]) -> Result<(), Failure> {
+fn replace_files(files: &[(&Path, &[u8])]) -> Result<(), Failure> {
     let mut names: Vec<PathBuf> = files.iter().map(|(path, _)| target(path)).collect();
     names.sort_unstable();
     if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
@@ -132,7 +132,7 @@ fn target(path: &Path) -> PathBuf {
     std::fs::canonicalize(&path).unwrap_or(path)
 }
 
-/// Files under other names, and their own; what is left of them at the end is removed.
+/// Temporary files and their final names; those that still exist at the end are removed.
 struct Parts(Vec<(PathBuf, PathBuf)>);
 
 impl Parts {
@@ -163,7 +163,7 @@ impl Parts {
     }
 }
 
-/// Removes what earlier processes, ended while they wrote, left beside a file.
+/// Removes temporary files beside a file that earlier processes left when they ended early.
 fn remove_left(to: &Path) {
     let (Some(folder), Some(name)) = (to.parent(), to.file_name().and_then(|name| name.to_str())) else { return };
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };

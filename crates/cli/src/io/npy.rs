@@ -34,7 +34,7 @@ pub fn read_folder(folder: &Path) -> Result<Tensors, Failure> {
     Ok(tensors)
 }
 
-/// Reads the bytes of an npy file. Any bytes: what is not such a file is an error.
+/// Reads the bytes of an npy file. Bytes that are not such a file are an error.
 ///
 /// ```
 /// use fulgurite::Tensor;
@@ -86,7 +86,7 @@ pub fn decode(bytes: &[u8]) -> Result<Stored, String> {
     Ok(Stored::Tensor(tensor))
 }
 
-/// Refuses what the header's parser is not made for: it recurses into brackets, and trusts the length.
+/// Refuses headers that the parser is not made for: it recurses into brackets, and trusts the length.
 fn header_is_plain(bytes: &[u8]) -> Result<(), String> {
     let word = |range: std::ops::Range<usize>| {
         bytes.get(range).map(|b| b.iter().rev().fold(0usize, |n, &byte| n << 8 | usize::from(byte)))

@@ -11,7 +11,7 @@ use std::path::Path;
 /// As many as the format's own reader takes.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Reads the bytes of a safetensors file. Any bytes: what is not such a file is an error.
+/// Reads the bytes of a safetensors file. Bytes that are not such a file are an error.
 ///
 /// ```
 /// use fulgurite::Tensor;

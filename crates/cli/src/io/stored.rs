@@ -51,7 +51,7 @@ impl Iterator for Shown {
     }
 }
 
-/// What went wrong, with a way out for the usual cases.
+/// The error, with a hint for the usual cases.
 pub(crate) fn reason(e: &std::io::Error) -> String {
     use std::io::ErrorKind;
     match e.kind() {

@@ -34,12 +34,12 @@ pub struct RowsArgs {
 /// Arguments of `cluster`.
 #[derive(Debug, clap::Args)]
 pub struct ClusterArgs {
-    /// How to cluster.
+    /// The method.
     #[command(subcommand)]
     pub command: ClusterCommand,
 }
 
-/// How to cluster.
+/// The method.
 #[derive(Debug, Subcommand)]
 pub enum ClusterCommand {
     /// k-means: writes labels and centroids
@@ -56,7 +56,7 @@ pub struct KmeansArgs {
     /// Rows in and out.
     #[command(flatten)]
     pub rows: RowsArgs,
-    /// How many clusters
+    /// Number of clusters
     #[arg(short = 'k', long, value_name = "N")]
     pub clusters: usize,
     /// euclidean, cosine or dot
@@ -65,7 +65,7 @@ pub struct KmeansArgs {
     /// k-means++ or random
     #[arg(long, default_value = "k-means++", value_name = "NAME", value_parser = ["k-means++", "random"])]
     pub init: String,
-    /// Decides what is drawn at random
+    /// Seed of the random draws
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub seed: u64,
     /// The most steps
@@ -77,10 +77,10 @@ pub struct KmeansArgs {
     /// Allow errors of scores, relative to the norms of row and centroid: from 0.016 on, bf16 on a matrix unit
     #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub score_tolerance: Option<f64>,
-    /// Mini-batches of so many rows
+    /// Rows of a mini-batch
     #[arg(long, value_name = "N")]
     pub batch: Option<usize>,
-    /// Read IN (f32) in parts, holding so many MiB of rows at a time
+    /// Read IN (f32) in parts, with this many MiB of rows in memory at a time
     #[arg(long, value_name = "MIB")]
     pub memory: Option<usize>,
 }
@@ -108,7 +108,7 @@ pub struct DbscanArgs {
     /// Rows in and out.
     #[command(flatten)]
     pub rows: RowsArgs,
-    /// How far neighbours are apart at most
+    /// Largest distance between neighbours
     #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub radius: f64,
     /// Neighbours of a core, itself included
@@ -122,7 +122,7 @@ pub struct NeighborsArgs {
     /// Rows in and out.
     #[command(flatten)]
     pub rows: RowsArgs,
-    /// How many neighbours of each row
+    /// Number of neighbours of each row
     #[arg(short, default_value_t = 10, value_name = "N")]
     pub k: usize,
     /// FILE.npy or FILE.safetensors with the rows that ask; if not given, each row of IN asks for others
@@ -134,7 +134,7 @@ pub struct NeighborsArgs {
     /// Allow errors of scores, relative to the norms of query and row: from 0.016 on, bf16 on a matrix unit
     #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub score_tolerance: Option<f64>,
-    /// Search approximately in so many inverted lists; needs --queries
+    /// Search approximately, in this many inverted lists; needs --queries
     #[arg(long, value_name = "N", requires = "queries")]
     pub lists: Option<usize>,
     /// Lists that a query looks into
@@ -148,7 +148,7 @@ pub struct SvdArgs {
     /// Rows in and out.
     #[command(flatten)]
     pub rows: RowsArgs,
-    /// How many components
+    /// Number of components
     #[arg(short, default_value_t = 2, value_name = "N")]
     pub k: usize,
     /// Take the mean off first: principal components
@@ -157,7 +157,7 @@ pub struct SvdArgs {
     /// Allow relative errors of the singular values: the randomised form, where it is less work
     #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub tolerance: Option<f64>,
-    /// Decides what is drawn at random
+    /// Seed of the random draws
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub seed: u64,
 }

@@ -1,4 +1,4 @@
-//! `cluster`, `neighbors` and `svd`: rows of a file, what was found about them, and a picture of it.
+//! `cluster`, `neighbors` and `svd`: rows of a file, the results, and a picture of them.
 
 pub mod args;
 mod picture;
@@ -20,7 +20,7 @@ impl From<fulgurite::neighbors::Error> for Failure {
     }
 }
 
-/// What a command found, for people and for `--json`.
+/// The results of a command, for people and for `--json`.
 #[derive(Debug, Default, Serialize)]
 struct Summary {
     command: &'static str,
@@ -57,13 +57,13 @@ struct Summary {
 }
 
 /// Rows of a file as f32.
-struct Rows {
+struct LoadedRows {
     data: Vec<f32>,
     shape: [usize; 2],
 }
 
-impl Rows {
-    fn read(path: &Path, name: &str) -> Result<Rows, Failure> {
+impl LoadedRows {
+    fn read(path: &Path, name: &str) -> Result<LoadedRows, Failure> {
         let shown = path.display();
         let stored = if path.extension().is_some_and(|e| e == "npy") {
             let bytes = std::fs::read(path)
@@ -90,7 +90,7 @@ impl Rows {
             Some(values) => values.to_vec(),
             None => tensor.view().to_f64().iter().map(|&x| x as f32).collect(),
         };
-        Ok(Rows { data, shape })
+        Ok(LoadedRows { data, shape })
     }
 
     fn points(&self) -> Result<Points<'_>, Failure> {
@@ -130,7 +130,7 @@ fn tensor_i32(data: impl Iterator<Item = i32>, shape: &[usize]) -> Result<Tensor
     Ok(Tensor::new(data.collect::<Vec<i32>>(), shape).map_err(fulgurite::Error::from)?)
 }
 
-/// Writes what was asked for and tells about it. Everything was computed before: nothing is left half.
+/// Writes the requested files and prints a summary. Everything was computed before, so no result is left half written.
 fn finish(
     args: &RowsArgs,
     format: Option<Format>,
@@ -223,7 +223,7 @@ fn kmeans(args: &KmeansArgs) -> Result<(), Failure> {
             (model, None)
         }
         None => {
-            let rows = Rows::read(&args.rows.input, &args.rows.name)?;
+            let rows = LoadedRows::read(&args.rows.input, &args.rows.name)?;
             let points = rows.points()?;
             let model = match args.batch {
                 None => kmeans.fit_with(points, &mut show)?,
@@ -249,13 +249,13 @@ fn kmeans(args: &KmeansArgs) -> Result<(), Failure> {
         ("labels", tensor_i32(labels.iter().copied(), &[labels.len()])?),
         ("centroids", tensor_f32(model.centroids(), &[model.clusters(), model.dim()])?),
     ];
-    let points = rows.as_ref().map(Rows::points).transpose()?;
+    let points = rows.as_ref().map(LoadedRows::points).transpose()?;
     finish(&args.rows, format, summary, &results, points.map(|points| (points, &labels[..])))
 }
 
 fn hdbscan(args: &HdbscanArgs) -> Result<(), Failure> {
     let format = format(&args.rows)?;
-    let rows = Rows::read(&args.rows.input, &args.rows.name)?;
+    let rows = LoadedRows::read(&args.rows.input, &args.rows.name)?;
     let points = rows.points()?;
     let mut hdbscan = Hdbscan::new(args.min_cluster_size).allow_single_cluster(args.allow_single_cluster);
     if let Some(samples) = args.min_samples {
@@ -284,7 +284,7 @@ fn hdbscan(args: &HdbscanArgs) -> Result<(), Failure> {
 
 fn dbscan(args: &DbscanArgs) -> Result<(), Failure> {
     let format = format(&args.rows)?;
-    let rows = Rows::read(&args.rows.input, &args.rows.name)?;
+    let rows = LoadedRows::read(&args.rows.input, &args.rows.name)?;
     let points = rows.points()?;
     let start = Instant::now();
     let dbscan = Dbscan::new(args.radius).min_samples(args.min_samples).options(options(&args.rows));
@@ -306,9 +306,9 @@ fn dbscan(args: &DbscanArgs) -> Result<(), Failure> {
 /// Runs `neighbors`.
 pub fn neighbors(args: &NeighborsArgs) -> Result<(), Failure> {
     let format = format(&args.rows)?;
-    let rows = Rows::read(&args.rows.input, &args.rows.name)?;
+    let rows = LoadedRows::read(&args.rows.input, &args.rows.name)?;
     let points = rows.points()?;
-    let asks = args.queries.as_deref().map(|path| Rows::read(path, &args.rows.name)).transpose()?;
+    let asks = args.queries.as_deref().map(|path| LoadedRows::read(path, &args.rows.name)).transpose()?;
     let asks = asks.as_ref().map(|rows| Points::named("queries", &rows.data, rows.shape)).transpose()?;
     let start = Instant::now();
     let (found, recall) = match (asks, args.lists) {
@@ -355,7 +355,7 @@ pub fn neighbors(args: &NeighborsArgs) -> Result<(), Failure> {
 /// Runs `svd`.
 pub fn svd(args: &SvdArgs) -> Result<(), Failure> {
     let format = format(&args.rows)?;
-    let rows = Rows::read(&args.rows.input, &args.rows.name)?;
+    let rows = LoadedRows::read(&args.rows.input, &args.rows.name)?;
     let points = rows.points()?;
     let start = Instant::now();
     let (k, options) = (args.k, options(&args.rows));

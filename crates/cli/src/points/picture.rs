@@ -6,13 +6,13 @@ use fulgurite::neighbors::{Options, Pca, Points};
 use maud::{DOCTYPE, PreEscaped, html};
 use std::fmt::Write;
 
-/// More dots than this hide each other; every so many-th row is shown.
+/// More dots than this hide each other, so that of more rows only a regular sample is shown.
 const DOTS: usize = 4000;
 const WIDTH: f64 = 900.0;
 const HEIGHT: f64 = 640.0;
 const EDGE: f64 = 24.0;
 const NOISE: &str = "#c4c9cf";
-/// Colours that stay apart for people who see few; clusters beyond take them again.
+/// Colours that colour-blind readers can tell apart; clusters beyond the last colour start again.
 const COLORS: [&str; 12] = [
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7b3294", "#8c510a", "#35978f", "#e7298a",
     "#4d4d4d", "#66a61e",
@@ -40,7 +40,7 @@ pub fn page(
                 dl { @for (name, value) in figures { dt { (name) } dd { (value) } } }
                 h2 { "Rows along their first two components" }
                 (PreEscaped(svg))
-                p { "Colours are clusters, grey is noise; where there are more than " (DOTS) " rows, every so many-th is shown." }
+                p { "Colours are clusters, grey is noise; where there are more than " (DOTS) " rows, a regular sample is shown." }
             }
         }
     };

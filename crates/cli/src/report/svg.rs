@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-/// What the bars of one colour are.
+/// The meaning of one colour of bars.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Series {
     /// For the legend.

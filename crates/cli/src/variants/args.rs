@@ -1,11 +1,11 @@
-//! What is computed, and the arguments that only some of it has.
+//! The operators, and the arguments that only some of them have.
 
 use fulgurite::variants::{DeltaForm, Skip};
 use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
 
-/// What is computed.
+/// The operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Op {
     /// Attention, with or without skipping.

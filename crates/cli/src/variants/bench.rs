@@ -20,10 +20,10 @@ use fulgurite_core::{gated_delta, lighthouse, parallax};
 use serde::Serialize;
 use std::time::Instant;
 
-/// One row.
+/// The measured times and errors of one system.
 #[derive(Debug, Clone, Serialize)]
-pub struct Row {
-    /// Which system.
+pub struct Measurement {
+    /// The system.
     pub system: System,
     /// Type of the tensors.
     pub dtype: String,
@@ -33,9 +33,9 @@ pub struct Row {
     pub seconds: f64,
     /// Seconds of causal attention over tensors of the same shape, median, in turn with it.
     pub attention_seconds: f64,
-    /// The largest error as a share of what the tolerance rule allows.
+    /// The largest error as a share of the one that the tolerance rule allows.
     pub worst_share: f64,
-    /// Whether all of it is within the rule.
+    /// Whether every tensor is within the rule.
     pub ok: bool,
 }
 
@@ -49,7 +49,7 @@ struct Setup<'a> {
 }
 
 /// Measures the rows that were asked for; none where the engine has none of the systems.
-pub fn measure(args: &BenchArgs, dtypes: &[DType]) -> Result<Vec<Row>, Failure> {
+pub fn measure(args: &BenchArgs, dtypes: &[DType]) -> Result<Vec<Measurement>, Failure> {
     let Ok(engine) = variants::cpu(args.engine.engine, &args.engine.settings(), "bench") else { return Ok(Vec::new()) };
     if args.attention_only {
         return Ok(Vec::new());
@@ -103,14 +103,14 @@ impl Setup<'_> {
         }))
     }
 
-    fn row(
+    fn measurement(
         &self,
         system: System,
         what: String,
         [seconds, attention_seconds]: [f64; 2],
         found: &[(String, Verdict)],
-    ) -> Row {
-        Row {
+    ) -> Measurement {
+        Measurement {
             system,
             dtype: self.dtype.to_string(),
             what,
@@ -121,7 +121,7 @@ impl Setup<'_> {
         }
     }
 
-    fn skip(&mut self) -> Result<Row, Error> {
+    fn skip(&mut self) -> Result<Measurement, Error> {
         let n = if self.quick { 512 } else { 4096 };
         let builder = Problem::builder().dense(1, n, n).heads(2, 2).head_dim(64).dtype(self.dtype).mask(Mask::causal());
         let class = HeadClass::Window { keys: 128, sinks: 16 };
@@ -140,10 +140,10 @@ impl Setup<'_> {
         inputs.block_mask = kept.as_ref();
         let found = compare::check_forward(&inputs.bind(problem.meaning())?, &out, 0);
         let what = format!("{n} tokens, 2 heads, d 64, causal, window 128, 16 sinks");
-        Ok(self.row(System::Skip, what, times, &found))
+        Ok(self.measurement(System::Skip, what, times, &found))
     }
 
-    fn precision(&mut self, format: Format) -> Result<Row, Error> {
+    fn precision(&mut self, format: Format) -> Result<Measurement, Error> {
         let n = if self.quick { 256 } else { 4096 };
         let builder = Problem::builder().dense(1, n, n).heads(2, 2).head_dim(128).dtype(self.dtype);
         let precision: Precision = format.name().parse().map_err(fulgurite_core::ProblemError::from)?;
@@ -156,10 +156,10 @@ impl Setup<'_> {
             self.engine.forward_into(&problem, &inputs, &mut out.outputs(), &Run::default())
         })?;
         let found = compare::check_forward(&inputs.bind(&problem)?, &out, 0);
-        Ok(self.row(System::In(format), format!("{n} tokens, 2 heads, d 128"), times, &found))
+        Ok(self.measurement(System::In(format), format!("{n} tokens, 2 heads, d 128"), times, &found))
     }
 
-    fn cache(&mut self) -> Result<Row, Error> {
+    fn cache(&mut self) -> Result<Measurement, Error> {
         let (n, heads, dim) = (if self.quick { 512 } else { 8192 }, 8, 128);
         let bits = vec![Bits::Four; heads];
         let storage = Storage::Packed { k: bits.clone(), v: bits };
@@ -178,10 +178,15 @@ impl Setup<'_> {
             Ok(())
         })?;
         let found = judge_cache(self.engine, &cache, &q)?;
-        Ok(self.row(System::Cache, format!("1 query over {n} tokens, 32 over 8 heads, d 128, INT4"), times, &found))
+        Ok(self.measurement(
+            System::Cache,
+            format!("1 query over {n} tokens, 32 over 8 heads, d 128, INT4"),
+            times,
+            &found,
+        ))
     }
 
-    fn parallax(&mut self) -> Result<Row, Error> {
+    fn parallax(&mut self) -> Result<Measurement, Error> {
         let n = if self.quick { 256 } else { 1024 };
         let problem = Problem::builder().dense(1, n, n).heads(2, 2).head_dim(64).dtype(self.dtype).mask(Mask::causal());
         let problem = Parallax::new(problem.build()?)?;
@@ -195,10 +200,10 @@ impl Setup<'_> {
             Ok(())
         })?;
         let found = parallax::check(&bound, &out, None);
-        Ok(self.row(System::Parallax, format!("{n} tokens, 2 heads, d 64, causal"), times, &found))
+        Ok(self.measurement(System::Parallax, format!("{n} tokens, 2 heads, d 64, causal"), times, &found))
     }
 
-    fn lighthouse(&mut self) -> Result<Row, Error> {
+    fn lighthouse(&mut self) -> Result<Measurement, Error> {
         let n = if self.quick { 512 } else { 4096 };
         let light = Lighthouse::new([1, n, 2, 2], [64, 64], 3, 4, n / 64, 8)?.dtype(self.dtype)?;
         let problem = Problem::builder().dense(1, n, n).heads(2, 2).head_dim(64).dtype(self.dtype).mask(Mask::causal());
@@ -211,10 +216,10 @@ impl Setup<'_> {
             Ok(())
         })?;
         let found = out.map_or(Vec::new(), |o| lighthouse::check(&light, &o.entries, [&q, &k, &v], &o.o, None));
-        Ok(self.row(System::Lighthouse, format!("{n} tokens, 2 heads, d 64, L 3, p 4, k n/64"), times, &found))
+        Ok(self.measurement(System::Lighthouse, format!("{n} tokens, 2 heads, d 64, L 3, p 4, k n/64"), times, &found))
     }
 
-    fn gated_delta(&mut self) -> Result<Row, Error> {
+    fn gated_delta(&mut self) -> Result<Measurement, Error> {
         let n = if self.quick { 256 } else { 2048 };
         let problem = GatedDelta::builder().dense(1, n).heads(2, 2).head_dim(64).dtype(self.dtype);
         let problem = problem.qk_norm(QkNorm::Inside).build()?;
@@ -235,12 +240,12 @@ impl Setup<'_> {
             Ok(())
         })?;
         let found = gated_delta::check_forward(&bound, &out, 0);
-        Ok(self.row(System::GatedDelta, format!("{n} tokens, 2 heads, d 64, chunked"), times, &found))
+        Ok(self.measurement(System::GatedDelta, format!("{n} tokens, 2 heads, d 64, chunked"), times, &found))
     }
 }
 
 /// The rows as text.
-pub fn table(rows: &[Row]) -> Table {
+pub fn table(rows: &[Measurement]) -> Table {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
     table.set_header(["forward of", "dtype", "sizes", "ms", "attention ms", "faster by", "error / allowed", ""]);

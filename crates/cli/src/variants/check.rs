@@ -26,7 +26,7 @@ type Judge = fn(&Cpu, u64, DType) -> Result<Vec<(String, Verdict)>, Error>;
 
 const JUDGES: [Judge; 5] = [skip, parallax, light, delta, cache];
 
-/// Enters what the oracles say of every system on every engine.
+/// Enters the oracles' verdicts on every system and engine.
 pub(crate) fn compare(
     choices: &[Choice],
     settings: &Settings,
@@ -125,7 +125,7 @@ fn cache(engine: &Cpu, seed: u64, dtype: DType) -> Result<Vec<(String, Verdict)>
     judge_cache(engine, &cache, &q)
 }
 
-/// Attention over a cache, judged against what it holds.
+/// Attention over a cache, judged against the values that the cache holds.
 pub(crate) fn judge_cache(engine: &Cpu, cache: &KvCache, q: &Tensor) -> Result<Vec<(String, Verdict)>, Error> {
     let (spec, len, dtype) = (cache.spec(), cache.len(), q.dtype());
     let [rows, q_heads, dim] = [q.shape()[0], q.shape()[1], q.shape()[2]];

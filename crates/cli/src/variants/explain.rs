@@ -1,4 +1,4 @@
-//! `explain --skip`: which tiles are left out at which level, and what that costs in error.
+//! `explain --skip`: which tiles are left out at which level, and the error that this costs.
 
 use super::picture::{self, Fate, Map};
 use crate::args::ExplainArgs;
@@ -21,7 +21,7 @@ struct Results {
     tile: [usize; 2],
     heads: Vec<Head>,
     all: Counts,
-    /// What no element of o can differ by from the result with all admitted tiles.
+    /// A bound on the difference of any element of o from the result with all admitted tiles.
     error_bound_of_lambda: f64,
     /// The largest difference to attention without skipping.
     measured_error: f64,
@@ -112,7 +112,7 @@ fn tensors(args: &ExplainArgs) -> Result<[Tensor; 3], Failure> {
     Ok([draw(&shapes[0])?, draw(&shapes[1])?, draw(&shapes[2])?])
 }
 
-/// What became of every tile of the first sequence, by head, and counts over the batch.
+/// The fate of every tile of the first sequence, by head, and counts over the batch.
 fn levels(
     call: &Attention<'_>,
     skip: &Skip,

@@ -1,8 +1,8 @@
-//! The tiles of scores of each head as a picture: what is kept, and at which level the others were left out.
+//! A picture of each head's tiles of scores: those that are kept, and the level at which the others were left out.
 
 use std::fmt::Write;
 
-/// What became of a tile, the least first.
+/// The fate of a tile, in the order of the levels that decide it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fate {
     /// No row sees a key of it.
@@ -50,7 +50,7 @@ pub struct Map {
     pub title: String,
     /// Tiles in a row.
     pub columns: usize,
-    /// What became of each.
+    /// The fate of each tile.
     pub fates: Vec<Fate>,
 }
 
@@ -97,7 +97,7 @@ fn panel(svg: &mut String, map: &Map, x: f64, y: f64) {
     let (down, across) = (rows.div_ceil(by), map.columns.div_ceil(by));
     let size = SIDE / down.max(across).max(1) as f64;
     for row in 0..down {
-        // A cell shows what became of most of its tiles; runs of one colour are one rectangle.
+        // A cell shows the fate of most of its tiles; runs of one colour are one rectangle.
         let fates: Vec<Fate> = (0..across).map(|column| most(map, rows, row * by, column * by, by)).collect();
         let mut start = 0;
         for run in fates.chunk_by(|a, b| a == b) {
@@ -124,7 +124,7 @@ fn most(map: &Map, rows: usize, row: usize, column: usize, by: usize) -> Fate {
             counts[map.fates[r * map.columns + c] as usize] += 1;
         }
     }
-    // The last of equals: what is kept wins.
+    // The last of equals, so that kept tiles win.
     let best = (0..counts.len()).max_by_key(|&i| (counts[i], i)).unwrap_or(0);
     Fate::ALL[best]
 }

@@ -10,7 +10,7 @@ use fulgurite::{DType, Exp, Precision, Settings, Tensor};
 use serde::Serialize;
 use std::time::Instant;
 
-/// What was done, as it is printed.
+/// The printed summary of a run.
 #[derive(Serialize)]
 struct Summary {
     op: String,
@@ -19,11 +19,11 @@ struct Summary {
     written_to: String,
     forward_seconds: f64,
     backward_seconds: Option<f64>,
-    /// What a system counts, by name.
+    /// Counters of the system, by name.
     facts: Vec<(&'static str, f64)>,
 }
 
-/// What a system gives.
+/// The result of a system.
 struct Done {
     tensors: Vec<(&'static str, Tensor)>,
     forward_seconds: f64,
@@ -47,7 +47,7 @@ pub fn flags_fit(args: &RunArgs) -> Result<(), Failure> {
     let rescale = [("--tau", args.tau.is_some()), ("--rescale", args.rescale.is_some())];
     let scale = [("--scale", args.scale.is_some())];
     let refused: Vec<(&str, bool)> = match op {
-        // What attention has and Parallax or skipping has not is refused by the problem.
+        // The problem refuses features of attention that Parallax or skipping does not have.
         Op::Attention if args.variants.skip.is_none() => Vec::new(),
         Op::Attention | Op::Parallax => rescale.to_vec(),
         Op::Lighthouse => [&masks[..], &scores, &rescale, &scale].concat(),

@@ -328,7 +328,7 @@ fn unseen(bound: &Bound<'_>, poison: Poison) -> (Vec<bool>, Vec<bool>) {
     // A tensor with one element per row and head gives the position of each row.
     let places = |shape: Vec<usize>, sequence, side| {
         let shape = [&shape[..shape.len() - 1], &[1]].concat();
-        walk::packed_rows(bound, &shape, sequence, side)
+        walk::packed_layout(bound, &shape, sequence, side)
     };
     for sequence in bound.sequences() {
         let q_rows = places(problem.q_shape(), sequence, Side::Query);
@@ -357,7 +357,7 @@ fn denied(bound: &Bound<'_>) -> (Vec<bool>, Vec<bool>) {
     let (mut queries, mut keys) = (rows(problem.q_shape()), rows(problem.k_shape()));
     let places = |shape: Vec<usize>, sequence, side| {
         let shape = [&shape[..shape.len() - 1], &[1]].concat();
-        walk::packed_rows(bound, &shape, sequence, side)
+        walk::packed_layout(bound, &shape, sequence, side)
     };
     for sequence in bound.sequences() {
         let q_rows = places(problem.q_shape(), sequence, Side::Query);

@@ -28,7 +28,7 @@ fn owned(bound: &DeltaBound<'_>, pairs: &[Pair], shape: &[usize], heads: usize) 
     let mut index = Vec::new();
     for &(sequence, key_head) in pairs {
         let s = &bound.sequences()[sequence];
-        let rows = bound.rows(&strides, s);
+        let rows = bound.row_layout(&strides, s);
         let per = heads / problem.heads();
         for h in key_head * per..(key_head + 1) * per {
             for t in 0..s.len {

@@ -3,7 +3,8 @@
 use super::{GatedDelta, TokenLayout};
 use crate::dtype::DType;
 use crate::error::InputError;
-use crate::inputs::{Rows, asked, dtype_is, integers, last_stride, shape_is};
+use crate::fit::{asked, dtype_is, integers, last_stride, shape_is};
+use crate::inputs::RowLayout;
 use crate::problem::check_offsets;
 use crate::tensor::{Tensor, TensorError, TensorView, TensorViewMut};
 
@@ -184,13 +185,13 @@ impl<'a> DeltaBound<'a> {
         row * self.problem.value_heads() + value_head
     }
     /// Positions of a sequence's tokens in a tensor with the strides of q, k, v or o.
-    pub fn rows(&self, strides: &[usize], sequence: &Tokens) -> Rows {
+    pub fn row_layout(&self, strides: &[usize], sequence: &Tokens) -> RowLayout {
         match self.problem.layout() {
             TokenLayout::Dense { .. } => {
-                Rows { offset: sequence.number * strides[0], row: strides[1], head: strides[2] }
+                RowLayout { offset: sequence.number * strides[0], row: strides[1], head: strides[2] }
             }
             TokenLayout::Packed { .. } => {
-                Rows { offset: sequence.start * strides[0], row: strides[0], head: strides[1] }
+                RowLayout { offset: sequence.start * strides[0], row: strides[0], head: strides[1] }
             }
         }
     }

@@ -72,7 +72,7 @@ fn strides(shape: &[usize]) -> Dims {
 
 /// Adds rows `[tokens][dim]` of a head to a row-major tensor.
 fn add_rows(bound: &DeltaBound<'_>, s: &Tokens, head: usize, shape: &[usize], from: &[f64], to: &mut [f64]) {
-    let rows = bound.rows(&strides(shape), s);
+    let rows = bound.row_layout(&strides(shape), s);
     let dim = shape[shape.len() - 1];
     for (t, row) in from.chunks_exact(dim).enumerate() {
         let at = rows.at(t, head);

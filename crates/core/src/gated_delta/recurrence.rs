@@ -76,7 +76,7 @@ pub(crate) fn read_rows(
     head: usize,
     dim: usize,
 ) -> Vec<f64> {
-    let rows = bound.rows(view.strides(), s);
+    let rows = bound.row_layout(view.strides(), s);
     let step = view.strides()[view.strides().len() - 1];
     (0..s.len).flat_map(|t| (0..dim).map(move |i| (t, i))).map(|(t, i)| view.at(rows.at(t, head) + i * step)).collect()
 }
@@ -124,7 +124,7 @@ impl Head {
         }
     }
 
-    fn row<'a>(&self, rows: &'a [f64], t: usize, dim: usize) -> &'a [f64] {
+    fn token_row<'a>(&self, rows: &'a [f64], t: usize, dim: usize) -> &'a [f64] {
         &rows[t * dim..(t + 1) * dim]
     }
 
@@ -140,8 +140,11 @@ impl Head {
         let mut state = self.initial.clone();
         let mut out = HeadForward { o: vec![], state: vec![], decayed: vec![], errors: vec![], after: vec![] };
         for t in 0..self.len {
-            let (q, k, v) =
-                (self.row(&self.q, t, self.kd), self.row(&self.k, t, self.kd), self.row(&self.v, t, self.vd));
+            let (q, k, v) = (
+                self.token_row(&self.q, t, self.kd),
+                self.token_row(&self.k, t, self.kd),
+                self.token_row(&self.v, t, self.vd),
+            );
             state.iter_mut().for_each(|s| *s = a.sum(*s * self.decay[t]));
             let seen = self.read(&state, k);
             let error: Vec<f64> = v.iter().zip(&seen).map(|(v, r)| a.sum(v - r)).collect();
@@ -176,8 +179,8 @@ impl Head {
             d_initial: vec![],
         };
         for t in (0..self.len).rev() {
-            let (q, k) = (self.row(&self.q, t, kd), self.row(&self.k, t, kd));
-            let (d_o, error) = (self.row(d_o, t, vd), self.row(&kept.errors, t, vd));
+            let (q, k) = (self.token_row(&self.q, t, kd), self.token_row(&self.k, t, kd));
+            let (d_o, error) = (self.token_row(d_o, t, vd), self.token_row(&kept.errors, t, vd));
             let (decayed, after) = (&kept.decayed[t], &kept.after[t]);
             for (i, row) in d_state.chunks_exact_mut(vd).enumerate() {
                 g.d_q[t * kd + i] =

@@ -48,7 +48,7 @@ pub(super) fn attend(
         let at = row * q_heads + head;
         let (codes, panel) = (&coded.codes()[at * dim..(at + 1) * dim], sides[head / group][0].panel);
         let mut planes = vec![0i16; panel.width()];
-        codes.iter().enumerate().for_each(|(c, &x)| planes[panel.place(c)] = i16::from(x));
+        codes.iter().enumerate().for_each(|(c, &x)| planes[panel.plane_index(c)] = i16::from(x));
         // The last row sees all tokens.
         Query { codes, planes, scale: coded.scales()[at] * scale, seen: len - (rows - 1 - row) }
     };
@@ -95,7 +95,7 @@ pub(super) fn attend(
             }
             let panel = sides[h / group][1].panel;
             let to = &mut o[((first + i) * q_heads + h) * value_dim..][..value_dim];
-            to.iter_mut().enumerate().for_each(|(c, to)| *to = out[panel.place(c)] / sum);
+            to.iter_mut().enumerate().for_each(|(c, to)| *to = out[panel.plane_index(c)] / sum);
             lse[h * rows + first + i] = top + sum.ln();
         }
     }
@@ -154,7 +154,7 @@ fn tail_sums(v: &Side, weights: &[[u8; TILE]], factor: f32, alpha: &[f32], found
             sums.iter_mut().zip(row).for_each(|(sum, &v)| *sum += i32::from(w) * i32::from(v));
         }
         for (c, &sum) in sums.iter().enumerate() {
-            let o = &mut own.o[v.panel.place(c)];
+            let o = &mut own.o[v.panel.plane_index(c)];
             *o = (sum as f32).mul_add(factor, *o * alpha);
         }
     }

@@ -1,7 +1,7 @@
 //! Elements of auxiliary tensors: in vectors along the lanes or the keys where they are next to each other.
 
 use super::{Cells, Evaluator, Form, KEYS};
-use crate::simd::{Plane, Row, Simd, copy, turned};
+use crate::simd::{Plane, Simd, SimdElement, copy, turned};
 use crate::tiles::MAX_LANES;
 use fulgurite_core::Data;
 use std::ops::Range;
@@ -151,13 +151,13 @@ impl Evaluator<'_> {
         // SAFETY: passed on; the block has room for all keys of the tile's lanes.
         let done = unsafe {
             match view.data() {
-                Data::F32(x) => rows::<S, f32>(x, elements, [n, lanes], block, scratch),
-                Data::F16(x) => rows::<S, _>(x, elements, [n, lanes], block, scratch),
-                Data::Bf16(x) => rows::<S, _>(x, elements, [n, lanes], block, scratch),
+                Data::F32(x) => load_adjacent::<S, f32>(x, elements, [n, lanes], block, scratch),
+                Data::F16(x) => load_adjacent::<S, _>(x, elements, [n, lanes], block, scratch),
+                Data::Bf16(x) => load_adjacent::<S, _>(x, elements, [n, lanes], block, scratch),
                 Data::I32(x) => {
                     // SAFETY: an i32 has the size and alignment of an f32, and only moves.
                     let x = std::slice::from_raw_parts(x.as_ptr().cast::<f32>(), x.len());
-                    rows::<S, f32>(x, elements, [n, lanes], block, scratch)
+                    load_adjacent::<S, f32>(x, elements, [n, lanes], block, scratch)
                 }
                 _ => false,
             }
@@ -256,7 +256,7 @@ fn gather(data: &Data<'_>, offsets: &[usize], out: &mut [u32]) {
 /// # Safety
 /// As for [`Simd`]; lanes in whole vectors.
 #[inline(always)]
-unsafe fn rows<S: Simd, T: Row>(
+unsafe fn load_adjacent<S: Simd, T: SimdElement>(
     data: &[T],
     elements: Elements<'_>,
     [n, lanes]: [usize; 2],

@@ -183,7 +183,7 @@ impl<'a> Evaluator<'a> {
         if let (Some(out), false) = (at.out, done) {
             for key in 0..at.n {
                 let mut room = [0; MAX_LANES];
-                let row = self.row(key, &mut room, at);
+                let row = self.result_row(key, &mut room, at);
                 // SAFETY: `out` has these lanes (caller). The row is a copy if it comes from the scores.
                 unsafe {
                     std::ptr::copy_nonoverlapping(row.as_ptr().cast(), out.data.add(key * out.stride), row.len())
@@ -227,7 +227,7 @@ impl<'a> Evaluator<'a> {
     }
 
     /// One row of the result of the last block, in `room` if it must be computed.
-    fn row<'x>(&'x self, key: usize, room: &'x mut [u32; MAX_LANES], at: &Cells) -> &'x [u32] {
+    fn result_row<'x>(&'x self, key: usize, room: &'x mut [u32; MAX_LANES], at: &Cells) -> &'x [u32] {
         self.row_of(self.forms.len() - 1, key, room, at)
     }
 

@@ -151,7 +151,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
         }
     });
     for (i, (d, (to, strides))) in [(&mut d_q, &out.d_q), (&mut d_k, &out.d_k)].into_iter().enumerate() {
-        let rows = cx.bound.rows(strides, s);
+        let rows = cx.bound.row_layout(strides, s);
         for (t, d) in d.chunks_exact_mut(cx.kp).take(s.len).enumerate() {
             if let Some(&inverse) = lengths[i].get(t) {
                 // y = x / |x|: dx = (dy - y (y . dy)) / |x|
@@ -164,6 +164,25 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
             unsafe { to.store(cx.kernels, rows.at(t, key_head), &d[..cx.kd]) };
         }
     }
+}
+
+/// A chunk of a value head, with the matrices of its forward pass.
+struct Chunk<'a> {
+    cx: &'a Context<'a>,
+    keys: &'a Shared<'a>,
+    work: &'a Work<'a>,
+    gates: &'a Gates,
+    at: &'a ValueHead<'a>,
+    first: usize,
+}
+
+/// Sums of the gates' gradients.
+struct GateSums {
+    /// In f64: terms that are added to one gate are subtracted from another, and must cancel.
+    d_g: [f64; CHUNK],
+    d_beta: [f32; CHUNK],
+    /// The part of the decay of the whole chunk.
+    d_last: f64,
 }
 
 /// Processes one chunk backward: writes the gradients of its values and gates, leaves those of keys and queries in
@@ -181,146 +200,199 @@ fn back(
     space: &mut Space<'_>,
     out: &Out<'_>,
 ) {
-    let (kp, vp, scale) = (cx.kp, cx.vp, cx.problem.scale());
-    // Rows of values are `vs` apart.
-    let vs = cx.vs;
     let gates = Gates::new(cx, at, first);
     work.corrections(cx, keys, at, &gates, first, state);
-    let do_rows = cx.bound.rows(saved.d_o.strides(), at.sequence);
-    cx.load_values(&saved.d_o, &do_rows, at, first, space.d_o, vs);
-    let tail: [f32; CHUNK] = std::array::from_fn(|j| work.g[(CHUNK - 1) * CHUNK + j]);
-    let head = &gates.head;
+    let do_rows = cx.bound.row_layout(saved.d_o.strides(), at.sequence);
+    cx.load_values(&saved.d_o, &do_rows, at, first, space.d_o, cx.vs);
+    let chunk = Chunk { cx, keys, work, gates: &gates, at, first };
+    let mut sums = GateSums { d_g: [0.0; CHUNK], d_beta: [0.0; CHUNK], d_last: 0.0 };
     let ahead = &mut Ahead::default();
-    // In f64: terms that are added to one gate are subtracted from another, and must cancel.
-    let (mut d_g, mut d_beta) = ([0.0f64; CHUNK], [0.0f32; CHUNK]);
-    let scales = [scale; CHUNK];
-    cx.kernels.stage(Stage::Weigh { out: space.pg, x: keys.qk, g: work.g, factor: &scales });
+    chunk.values(d_state, space, ahead);
+    chunk.store_values(space, out);
+    chunk.keys_and_queries(state, d_state, space, &mut sums, ahead);
+    chunk.state(state, d_state, space, &mut sums, ahead);
+    chunk.weights(space, &mut sums, ahead);
+    chunk.inverse(space, &mut sums, ahead);
+    chunk.store_gates(sums, out);
+}
 
-    // dV' = t (K dS) + Pg^T dO
-    let (k, q) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp));
-    let ds = Matrix::new(d_state, vs);
-    cx.kernels.gemm(MatrixMut::at(space.scaled, vs, 0, 0), k, ds, [CHUNK, vp, cx.kd], Sum::Fresh, ahead);
-    cx.kernels.stage(Stage::ScaleRows { out: space.d_vn, x: space.scaled, factor: &tail, width: vs });
-    let d_o = Matrix::new(space.d_o, vs);
-    let values = [CHUNK, vp, CHUNK];
-    let to = MatrixMut::at(space.d_vn, vs, 0, 0);
-    cx.kernels.gemm_transposed(to, Matrix::new(space.pg, CHUNK), d_o, values, Sum::Onto, ahead);
-    let d_vn = Matrix::new(space.d_vn, vs);
-
-    // dAg = dV' W^T, dW = Ag^T dV' = dV
-    cx.kernels.transpose(work.w, vs, space.turned, CHUNK, CHUNK, vp);
-    let squares = [CHUNK, CHUNK, cx.vd];
-    let turned = Matrix::new(space.turned, CHUNK);
-    cx.kernels.gemm(MatrixMut::at(space.d_ag, CHUNK, 0, 0), d_vn, turned, squares, Sum::Fresh, ahead);
-    let ag = Matrix::new(work.ag, CHUNK);
-    cx.kernels.gemm_transposed(MatrixMut::at(space.d_w, vs, 0, 0), ag, d_vn, values, Sum::Fresh, ahead);
-    let (to, strides) = &out.d_v;
-    let rows = cx.bound.rows(strides, at.sequence);
-    let tokens = (at.sequence.len - first).min(CHUNK);
-    for (i, row) in space.d_w.chunks_exact(vs).take(tokens).enumerate() {
-        // SAFETY: each token of a value head belongs to one item.
-        unsafe { to.store(cx.kernels, rows.at(first + i, at.head), &row[..cx.vd]) };
+// Rows of values are `vs` apart, of which products compute `vp`.
+impl Chunk<'_> {
+    fn tokens(&self) -> usize {
+        (self.at.sequence.len - self.first).min(CHUNK)
     }
 
-    // X = -e dW
-    let minus = head.map(|e| -e);
-    cx.kernels.stage(Stage::ScaleRows { out: space.scaled, x: space.d_w, factor: &minus, width: vs });
-    // d_g is a sum of large terms that nearly cancel, so f32 dot products are not accurate enough.
-    let add_dots = |d_g: &mut [f64; CHUNK], x: &[f32], y: &[f32], width: usize| {
-        for ((d, x), y) in d_g.iter_mut().zip(x.chunks_exact(width)).zip(y.chunks_exact(width)) {
-            *d += x.iter().zip(y).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
-        }
-    };
-    add_dots(&mut d_g, space.scaled, work.u, vs);
+    /// Decay from each token to the end of the chunk.
+    fn tail(&self) -> [f32; CHUNK] {
+        std::array::from_fn(|j| self.work.g[(CHUNK - 1) * CHUNK + j])
+    }
 
-    // Y = t (V' dS^T); dK = Y + X S^T
-    let by_keys = [CHUNK, kp, cx.vd];
-    cx.kernels.transpose(d_state, vs, space.state_turned, kp, kp, vp);
-    let ds_turned = Matrix::new(space.state_turned, kp);
-    let vn = Matrix::new(work.vn, vs);
-    cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), vn, ds_turned, by_keys, Sum::Fresh, ahead);
-    cx.kernels.stage(Stage::ScaleRows { out: space.d_k, x: space.rows, factor: &tail, width: kp });
-    let mut y = [0.0f32; CHUNK];
-    cx.kernels.stage(Stage::RowDots { out: &mut y, x: keys.k, y: space.d_k, width: kp });
-    let mut d_last = y.iter().map(|&y| f64::from(y)).sum::<f64>();
-    d_g.iter_mut().zip(y).for_each(|(d, y)| *d -= f64::from(y));
-    cx.kernels.transpose(state, vs, space.state_turned, kp, kp, vp);
-    let s_turned = Matrix::new(space.state_turned, kp);
-    let x = Matrix::new(space.scaled, vs);
-    cx.kernels.gemm(MatrixMut::at(space.d_k, kp, 0, 0), x, s_turned, by_keys, Sum::Onto, ahead);
+    /// dV', dAg, and dW = dV.
+    fn values(&self, d_state: &[f32], space: &mut Space<'_>, ahead: &mut Ahead) {
+        let Chunk { cx, keys, work, .. } = *self;
+        let (vp, vs) = (cx.vp, cx.vs);
+        let scales = [cx.problem.scale(); CHUNK];
+        cx.kernels.stage(Stage::Weigh { out: space.pg, x: keys.qk, g: work.g, factor: &scales });
 
-    // dQ = scale e (dO S^T)
-    let factor = head.map(|e| scale * e);
-    cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), d_o, s_turned, by_keys, Sum::Fresh, ahead);
-    cx.kernels.stage(Stage::ScaleRows { out: space.d_q, x: space.rows, factor: &factor, width: kp });
-    add_dots(&mut d_g, keys.q, space.d_q, kp);
+        // dV' = t (K dS) + Pg^T dO
+        let (k, ds) = (Matrix::new(keys.k, cx.kp), Matrix::new(d_state, vs));
+        cx.kernels.gemm(MatrixMut::at(space.scaled, vs, 0, 0), k, ds, [CHUNK, vp, cx.kd], Sum::Fresh, ahead);
+        cx.kernels.stage(Stage::ScaleRows { out: space.d_vn, x: space.scaled, factor: &self.tail(), width: vs });
+        let d_o = Matrix::new(space.d_o, vs);
+        let values = [CHUNK, vp, CHUNK];
+        let to = MatrixMut::at(space.d_vn, vs, 0, 0);
+        cx.kernels.gemm_transposed(to, Matrix::new(space.pg, CHUNK), d_o, values, Sum::Onto, ahead);
+        let d_vn = Matrix::new(space.d_vn, vs);
 
-    // dS <- e_last dS + K^T X + Q^T (scale e dO)
-    let before = (cx.kd <= FEW).then(|| state_before(cx, keys, at, first, space.d_o, d_state));
-    cx.kernels.stage(Stage::Fade { x: d_state, factor: head[CHUNK - 1] });
-    let mut sums = [0.0f32; 512];
-    cx.kernels.stage(Stage::RowDots { out: &mut sums[..kp], x: d_state, y: state, width: vs });
-    d_last += sums[..kp].iter().map(|&x| f64::from(x)).sum::<f64>();
-    let to_state = [cx.kd, vp, CHUNK];
-    cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), k, x, to_state, Sum::Onto, ahead);
-    cx.kernels.stage(Stage::ScaleRows { out: space.d_w, x: space.d_o, factor: &factor, width: vs });
-    let scaled = Matrix::new(space.d_w, vs);
-    cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), q, scaled, to_state, Sum::Onto, ahead);
-    if let Some(before) = before {
-        for (row, before) in d_state.chunks_exact_mut(vs).zip(before.chunks_exact(cx.vd)) {
-            row.iter_mut().zip(before).for_each(|(x, &exact)| *x = exact as f32);
+        // dAg = dV' W^T, dW = Ag^T dV' = dV
+        cx.kernels.transpose(work.w, vs, space.turned, CHUNK, CHUNK, vp);
+        let turned = Matrix::new(space.turned, CHUNK);
+        let squares = [CHUNK, CHUNK, cx.vd];
+        cx.kernels.gemm(MatrixMut::at(space.d_ag, CHUNK, 0, 0), d_vn, turned, squares, Sum::Fresh, ahead);
+        let ag = Matrix::new(work.ag, CHUNK);
+        cx.kernels.gemm_transposed(MatrixMut::at(space.d_w, vs, 0, 0), ag, d_vn, values, Sum::Fresh, ahead);
+    }
+
+    fn store_values(&self, space: &Space<'_>, out: &Out<'_>) {
+        let (to, strides) = &out.d_v;
+        let rows = self.cx.bound.row_layout(strides, self.at.sequence);
+        for (i, row) in space.d_w.chunks_exact(self.cx.vs).take(self.tokens()).enumerate() {
+            // SAFETY: each token of a value head belongs to one item.
+            unsafe { to.store(self.cx.kernels, rows.at(self.first + i, self.at.head), &row[..self.cx.vd]) };
         }
     }
 
-    // dPg = dO V'^T; dP = scale G dPg
-    cx.kernels.transpose(work.vn, vs, space.turned, CHUNK, CHUNK, vp);
-    let turned = Matrix::new(space.turned, CHUNK);
-    cx.kernels.gemm(MatrixMut::at(space.square, CHUNK, 0, 0), d_o, turned, squares, Sum::Fresh, ahead);
-    gate_sums(space.square, space.pg, &mut d_g);
-    cx.kernels.stage(Stage::Weigh { out: space.other, x: space.square, g: work.g, factor: &scales });
-    let by_tokens = [CHUNK, kp, CHUNK];
-    let d_p = Matrix::new(space.other, CHUNK);
-    cx.kernels.gemm(MatrixMut::at(space.d_q, kp, 0, 0), d_p, k, by_tokens, Sum::Onto, ahead);
-    cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, kp, 0, 0), d_p, q, by_tokens, Sum::Onto, ahead);
+    /// X = -e dW (in `space.scaled`), and the parts of dK and dQ that come from states.
+    fn keys_and_queries(
+        &self,
+        state: &[f32],
+        d_state: &[f32],
+        space: &mut Space<'_>,
+        sums: &mut GateSums,
+        ahead: &mut Ahead,
+    ) {
+        let Chunk { cx, keys, work, gates, .. } = *self;
+        let (kp, vp, vs, scale) = (cx.kp, cx.vp, cx.vs, cx.problem.scale());
+        let minus = gates.head.map(|e| -e);
+        cx.kernels.stage(Stage::ScaleRows { out: space.scaled, x: space.d_w, factor: &minus, width: vs });
+        add_dots(&mut sums.d_g, space.scaled, work.u, vs);
 
-    // dAb = G dAg; its part of the gates, of beta, and of L
-    gate_sums(space.d_ag, work.ag, &mut d_g);
-    let ones = [1.0; CHUNK];
-    cx.kernels.stage(Stage::Weigh { out: space.square, x: space.d_ag, g: work.g, factor: &ones });
-    for (row, a) in space.square.chunks_exact(CHUNK).zip(work.a.chunks_exact(CHUNK)) {
-        d_beta.iter_mut().zip(row.iter().zip(a)).for_each(|(sum, (d, a))| *sum += d * a);
-    }
-    cx.kernels.stage(Stage::Weigh { out: space.other, x: space.d_ag, g: work.g, factor: &gates.beta });
-    cx.kernels.transpose(work.a, CHUNK, space.square, CHUNK, CHUNK, CHUNK);
-    let (other, a_turned) = (Matrix::new(space.other, CHUNK), Matrix::new(space.square, CHUNK));
-    let all = [CHUNK; 3];
-    cx.kernels.gemm(MatrixMut::at(space.d_ag, CHUNK, 0, 0), other, a_turned, all, Sum::Fresh, ahead);
-    let (a, inner) = (Matrix::new(work.a, CHUNK), Matrix::new(space.d_ag, CHUNK));
-    cx.kernels.gemm_transposed(MatrixMut::at(space.other, CHUNK, 0, 0), a, inner, all, Sum::Fresh, ahead);
-    for (i, row) in space.other.chunks_exact_mut(CHUNK).enumerate() {
-        row[i..].fill(0.0);
-        let kk = &keys.kk[i * CHUNK..i * CHUNK + i];
-        d_beta[i] -= row.iter().zip(kk).map(|(d, kk)| d * kk).sum::<f32>();
-        row.iter_mut().for_each(|d| *d *= -gates.beta[i]);
-    }
-    let b = Matrix::new(space.other, CHUNK);
-    cx.kernels.gemm(MatrixMut::at(space.d_k, kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
-    cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
+        // Y = t (V' dS^T); dK = Y + X S^T
+        let by_keys = [CHUNK, kp, cx.vd];
+        cx.kernels.transpose(d_state, vs, space.state_turned, kp, kp, vp);
+        let ds_turned = Matrix::new(space.state_turned, kp);
+        let vn = Matrix::new(work.vn, vs);
+        cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), vn, ds_turned, by_keys, Sum::Fresh, ahead);
+        cx.kernels.stage(Stage::ScaleRows { out: space.d_k, x: space.rows, factor: &self.tail(), width: kp });
+        let mut y = [0.0f32; CHUNK];
+        cx.kernels.stage(Stage::RowDots { out: &mut y, x: keys.k, y: space.d_k, width: kp });
+        sums.d_last = y.iter().map(|&y| f64::from(y)).sum::<f64>();
+        sums.d_g.iter_mut().zip(y).for_each(|(d, y)| *d -= f64::from(y));
+        cx.kernels.transpose(state, vs, space.state_turned, kp, kp, vp);
+        let s_turned = Matrix::new(space.state_turned, kp);
+        let x = Matrix::new(space.scaled, vs);
+        cx.kernels.gemm(MatrixMut::at(space.d_k, kp, 0, 0), x, s_turned, by_keys, Sum::Onto, ahead);
 
-    // Gates were summed from the start of the chunk, so their gradients are summed from its end.
-    d_g[CHUNK - 1] += d_last;
-    let mut sum = 0.0;
-    for d in d_g.iter_mut().rev() {
-        sum += *d;
-        *d = sum;
+        // dQ = scale e (dO S^T)
+        let factor = gates.head.map(|e| scale * e);
+        let d_o = Matrix::new(space.d_o, vs);
+        cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), d_o, s_turned, by_keys, Sum::Fresh, ahead);
+        cx.kernels.stage(Stage::ScaleRows { out: space.d_q, x: space.rows, factor: &factor, width: kp });
+        add_dots(&mut sums.d_g, keys.q, space.d_q, kp);
     }
-    let d_g = d_g.map(|d| d as f32);
-    for (values, (to, strides)) in [(&d_g, &out.d_g), (&d_beta, &out.d_beta)] {
-        let rows = cx.bound.rows(&[strides, &[0][..]].concat(), at.sequence);
-        for (i, value) in values.iter().take(tokens).enumerate() {
-            // SAFETY: each gate belongs to one value head, and that to this item.
-            unsafe { to.store(cx.kernels, rows.at(first + i, at.head), &[*value]) };
+
+    /// dS <- e_last dS + K^T X + Q^T (scale e dO), with X in `space.scaled`.
+    fn state(&self, state: &[f32], d_state: &mut [f32], space: &mut Space<'_>, sums: &mut GateSums, ahead: &mut Ahead) {
+        let Chunk { cx, keys, gates, .. } = *self;
+        let (kp, vs, scale) = (cx.kp, cx.vs, cx.problem.scale());
+        let (k, q, x) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp), Matrix::new(space.scaled, vs));
+        let before = (cx.kd <= FEW).then(|| state_before(cx, keys, self.at, self.first, space.d_o, d_state));
+        cx.kernels.stage(Stage::Fade { x: d_state, factor: gates.head[CHUNK - 1] });
+        let mut dots = [0.0f32; 512];
+        cx.kernels.stage(Stage::RowDots { out: &mut dots[..kp], x: d_state, y: state, width: vs });
+        sums.d_last += dots[..kp].iter().map(|&x| f64::from(x)).sum::<f64>();
+        let to_state = [cx.kd, cx.vp, CHUNK];
+        cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), k, x, to_state, Sum::Onto, ahead);
+        let factor = gates.head.map(|e| scale * e);
+        cx.kernels.stage(Stage::ScaleRows { out: space.d_w, x: space.d_o, factor: &factor, width: vs });
+        let scaled = Matrix::new(space.d_w, vs);
+        cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), q, scaled, to_state, Sum::Onto, ahead);
+        if let Some(before) = before {
+            for (row, before) in d_state.chunks_exact_mut(vs).zip(before.chunks_exact(cx.vd)) {
+                row.iter_mut().zip(before).for_each(|(x, &exact)| *x = exact as f32);
+            }
         }
+    }
+
+    /// dPg = dO V'^T; dP = scale G dPg, and its parts of dQ and dK.
+    fn weights(&self, space: &mut Space<'_>, sums: &mut GateSums, ahead: &mut Ahead) {
+        let Chunk { cx, keys, work, .. } = *self;
+        let (kp, scales) = (cx.kp, [cx.problem.scale(); CHUNK]);
+        cx.kernels.transpose(work.vn, cx.vs, space.turned, CHUNK, CHUNK, cx.vp);
+        let (d_o, turned) = (Matrix::new(space.d_o, cx.vs), Matrix::new(space.turned, CHUNK));
+        let squares = [CHUNK, CHUNK, cx.vd];
+        cx.kernels.gemm(MatrixMut::at(space.square, CHUNK, 0, 0), d_o, turned, squares, Sum::Fresh, ahead);
+        gate_sums(space.square, space.pg, &mut sums.d_g);
+        cx.kernels.stage(Stage::Weigh { out: space.other, x: space.square, g: work.g, factor: &scales });
+        let (k, q, d_p) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp), Matrix::new(space.other, CHUNK));
+        let by_tokens = [CHUNK, kp, CHUNK];
+        cx.kernels.gemm(MatrixMut::at(space.d_q, kp, 0, 0), d_p, k, by_tokens, Sum::Onto, ahead);
+        cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, kp, 0, 0), d_p, q, by_tokens, Sum::Onto, ahead);
+    }
+
+    /// dAb = G dAg; its part of the gates, of beta, and of L.
+    fn inverse(&self, space: &mut Space<'_>, sums: &mut GateSums, ahead: &mut Ahead) {
+        let Chunk { cx, keys, work, gates, .. } = *self;
+        let GateSums { d_g, d_beta, .. } = sums;
+        gate_sums(space.d_ag, work.ag, d_g);
+        let ones = [1.0; CHUNK];
+        cx.kernels.stage(Stage::Weigh { out: space.square, x: space.d_ag, g: work.g, factor: &ones });
+        for (row, a) in space.square.chunks_exact(CHUNK).zip(work.a.chunks_exact(CHUNK)) {
+            d_beta.iter_mut().zip(row.iter().zip(a)).for_each(|(sum, (d, a))| *sum += d * a);
+        }
+        cx.kernels.stage(Stage::Weigh { out: space.other, x: space.d_ag, g: work.g, factor: &gates.beta });
+        cx.kernels.transpose(work.a, CHUNK, space.square, CHUNK, CHUNK, CHUNK);
+        let (other, a_turned) = (Matrix::new(space.other, CHUNK), Matrix::new(space.square, CHUNK));
+        let all = [CHUNK; 3];
+        cx.kernels.gemm(MatrixMut::at(space.d_ag, CHUNK, 0, 0), other, a_turned, all, Sum::Fresh, ahead);
+        let (a, inner) = (Matrix::new(work.a, CHUNK), Matrix::new(space.d_ag, CHUNK));
+        cx.kernels.gemm_transposed(MatrixMut::at(space.other, CHUNK, 0, 0), a, inner, all, Sum::Fresh, ahead);
+        for (i, row) in space.other.chunks_exact_mut(CHUNK).enumerate() {
+            row[i..].fill(0.0);
+            let kk = &keys.kk[i * CHUNK..i * CHUNK + i];
+            d_beta[i] -= row.iter().zip(kk).map(|(d, kk)| d * kk).sum::<f32>();
+            row.iter_mut().for_each(|d| *d *= -gates.beta[i]);
+        }
+        let (k, b) = (Matrix::new(keys.k, cx.kp), Matrix::new(space.other, CHUNK));
+        let by_tokens = [CHUNK, cx.kp, CHUNK];
+        cx.kernels.gemm(MatrixMut::at(space.d_k, cx.kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
+        cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, cx.kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
+    }
+
+    fn store_gates(&self, sums: GateSums, out: &Out<'_>) {
+        let GateSums { mut d_g, d_beta, d_last } = sums;
+        // Gates were summed from the start of the chunk, so their gradients are summed from its end.
+        d_g[CHUNK - 1] += d_last;
+        let mut sum = 0.0;
+        for d in d_g.iter_mut().rev() {
+            sum += *d;
+            *d = sum;
+        }
+        let d_g = d_g.map(|d| d as f32);
+        for (values, (to, strides)) in [(&d_g, &out.d_g), (&d_beta, &out.d_beta)] {
+            let rows = self.cx.bound.row_layout(&[strides, &[0][..]].concat(), self.at.sequence);
+            for (i, value) in values.iter().take(self.tokens()).enumerate() {
+                // SAFETY: each gate belongs to one value head, and that to this item.
+                unsafe { to.store(self.cx.kernels, rows.at(self.first + i, self.at.head), &[*value]) };
+            }
+        }
+    }
+}
+
+/// Adds x . y of each token. d_g is a sum of large terms that nearly cancel, so f32 dot products are too inaccurate.
+fn add_dots(d_g: &mut [f64; CHUNK], x: &[f32], y: &[f32], width: usize) {
+    for ((d, x), y) in d_g.iter_mut().zip(x.chunks_exact(width)).zip(y.chunks_exact(width)) {
+        *d += x.iter().zip(y).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
     }
 }
 

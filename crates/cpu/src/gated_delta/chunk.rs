@@ -212,7 +212,7 @@ impl<'w> Work<'w> {
         cx.kernels.stage(Stage::Decays { decay: &gates.decay, g: self.g });
         self.solve(cx, keys, gates);
         cx.kernels.stage(Stage::Weigh { out: self.ag, x: self.a, g: self.g, factor: &gates.beta });
-        let v_rows = cx.bound.rows(cx.bound.v().strides(), at.sequence);
+        let v_rows = cx.bound.row_layout(cx.bound.v().strides(), at.sequence);
         cx.load_values(cx.bound.v(), &v_rows, at, first, self.v, self.stride);
         let (k, s) = (Matrix::new(keys.k, cx.kp), Matrix::new(state, self.stride));
         let to = MatrixMut::at(self.u, self.stride, 0, 0);

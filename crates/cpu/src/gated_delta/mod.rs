@@ -18,7 +18,7 @@ use chunk::CHUNK;
 use fulgurite_core::gated_delta::{
     DeltaBound, DeltaGradientOutputs, DeltaOutputs, DeltaSaved, GatedDelta, L2_EPS, QkNorm, Tokens,
 };
-use fulgurite_core::{Rows, TensorView};
+use fulgurite_core::{RowLayout, TensorView};
 use pass::Pass;
 use segments::{Plan, Segment};
 
@@ -126,7 +126,7 @@ impl<'a> Context<'a> {
     /// Loads rows of q or k of a key head as f32 `[row][kp]`, normalised if the problem says so; rows past the tokens
     /// are zero. Returns 1 / length of each row.
     fn load_keys(&self, view: &TensorView<'_>, s: &Tokens, head: usize, first: usize, to: &mut [f32]) -> Vec<f32> {
-        let rows = self.bound.rows(view.strides(), s);
+        let rows = self.bound.row_layout(view.strides(), s);
         let used = (s.len - first).min(to.len() / self.kp);
         for (i, row) in to.chunks_exact_mut(self.kp).enumerate() {
             let n = if i < used { self.kd } else { 0 };
@@ -151,7 +151,7 @@ impl<'a> Context<'a> {
         }
         let n = CHUNK.min(at.sequence.len - first);
         let mut ask = |view: &TensorView<'_>, head: usize, width: usize| {
-            let rows = self.bound.rows(view.strides(), at.sequence);
+            let rows = self.bound.row_layout(view.strides(), at.sequence);
             ahead.push_rows(&view.data(), rows.at(first, head), rows.row, width, n);
         };
         let key_head = at.head / self.problem.group();
@@ -168,7 +168,7 @@ impl<'a> Context<'a> {
     fn load_values(
         &self,
         data: &TensorView<'_>,
-        rows: &Rows,
+        rows: &RowLayout,
         at: &ValueHead<'_>,
         first: usize,
         to: &mut [f32],
@@ -200,8 +200,8 @@ pub(crate) struct Out<'a> {
 
 impl Out<'_> {
     /// Writes the rows of a chunk.
-    fn rows(&self, cx: &Context<'_>, at: &ValueHead<'_>, first: usize, from: &[f32], width: usize) {
-        let rows = cx.bound.rows(self.o_strides, at.sequence);
+    fn store_rows(&self, cx: &Context<'_>, at: &ValueHead<'_>, first: usize, from: &[f32], width: usize) {
+        let rows = cx.bound.row_layout(self.o_strides, at.sequence);
         let n = (at.sequence.len - first).min(CHUNK);
         for (i, row) in from.chunks_exact(width).take(n).enumerate() {
             // SAFETY: every token of a value head is written by one item.
@@ -319,7 +319,7 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Ou
                 let ahead = pass.ahead();
                 *ahead = Ahead::paced(PACE);
                 if !out.o.is_large() {
-                    let rows = cx.bound.rows(out.o_strides, s);
+                    let rows = cx.bound.row_layout(out.o_strides, s);
                     out.o.ask(ahead, rows.at(first, head), rows.row, cx.vd, CHUNK.min(s.len - first));
                 }
                 if head + 1 < item.heads.end {

@@ -63,7 +63,7 @@ impl<'w> Pass<'w> {
                 let (shared, work) = &mut **pass;
                 work.chunk(cx, shared, at, first, state, Need::of(out.is_some()));
                 if let Some(out) = out {
-                    out.rows(cx, at, first, work.o, cx.vs);
+                    out.store_rows(cx, at, first, work.o, cx.vs);
                 }
             }
             Pass::Tiles(tiled) => tiled.chunk(cx, at, first, state, out),

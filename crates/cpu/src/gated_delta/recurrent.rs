@@ -15,7 +15,7 @@ pub(super) fn run(cx: &Context<'_>, out: &Out<'_>, threads: usize) {
             let [s, q, k] = [cx.kp * cx.vp, cx.kp, cx.kp].map(|n| arena.take(n));
             let [v, o] = [cx.vp; 2].map(|n| arena.take(n));
             cx.load_state(at.sequence.number, at.head, cx.bound.initial_state(), s, cx.vp);
-            let v_rows = cx.bound.rows(cx.bound.v().strides(), at.sequence);
+            let v_rows = cx.bound.row_layout(cx.bound.v().strides(), at.sequence);
             for t in 0..at.sequence.len {
                 cx.load_keys(cx.bound.q(), at.sequence, at.head / cx.problem.group(), t, q);
                 cx.load_keys(cx.bound.k(), at.sequence, at.head / cx.problem.group(), t, k);
@@ -24,7 +24,7 @@ pub(super) fn run(cx: &Context<'_>, out: &Out<'_>, threads: usize) {
                 let (decay, beta) = (cx.bound.g()[gate].exp(), cx.bound.beta()[gate]);
                 let scale = cx.problem.scale();
                 cx.kernels.stage(Stage::Token(Token { s, q, k: &k[..cx.kd], v, o, decay, beta, scale }));
-                let rows = cx.bound.rows(out.o_strides, at.sequence);
+                let rows = cx.bound.row_layout(out.o_strides, at.sequence);
                 // SAFETY: every token of a value head is written once.
                 unsafe { out.o.store(cx.kernels, rows.at(t, at.head), &o[..cx.vd]) };
             }

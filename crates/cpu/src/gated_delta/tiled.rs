@@ -160,7 +160,7 @@ impl<'w> Tiled<'w> {
         let eps = (cx.problem.qk_norm() == QkNorm::Inside).then_some(L2_EPS as f32);
         let (parts, depth) = (self.delta.parts.keys, cx.kd.div_ceil(DEPTH));
         let source = |view: &TensorView<'_>| {
-            let rows = cx.bound.rows(view.strides(), s);
+            let rows = cx.bound.row_layout(view.strides(), s);
             (rows.at(first, key_head), rows.row)
         };
         let pack = |view: &TensorView<'_>, to: &mut [f32]| {
@@ -310,7 +310,7 @@ impl<'w> Tiled<'w> {
     /// W of a half; later tokens are corrected by earlier ones.
     fn residual(&mut self, cx: &Context<'_>, to: &To<'_, '_>, slice: usize, half: usize) {
         let v = cx.bound.v();
-        let rows = cx.bound.rows(v.strides(), to.at.sequence);
+        let rows = cx.bound.row_layout(v.strides(), to.at.sequence);
         let (first, column) = (half * HALF, slice * SLICE);
         let (count, n) = (to.tokens.saturating_sub(first).min(HALF), cx.vd.saturating_sub(column).min(SLICE));
         // Read nothing if the range is empty.
@@ -345,13 +345,13 @@ impl<'w> Tiled<'w> {
         if count == 0 || n == 0 {
             return;
         }
-        let rows = cx.bound.rows(out.o_strides, to.at.sequence);
+        let rows = cx.bound.row_layout(out.o_strides, to.at.sequence);
         let factor: [f32; HALF] = std::array::from_fn(|i| scale * self.head[first + i]);
         let offset = rows.at(to.first + first, to.at.head) + column;
-        let place = out.o.place(offset, [rows.row, count, n]);
+        let to = out.o.rows_mut_ptr(offset, [rows.row, count, n]);
         let (x, y) = (&self.qs[first * SLICE..], &self.o[first * SLICE..]);
         // SAFETY: every token of a value head is written by one item, and the rows lie in the tensor.
-        unsafe { self.delta.outputs(x, y, &factor, place, [rows.row, count, n], out.o.is_large()) };
+        unsafe { self.delta.outputs(x, y, &factor, to, [rows.row, count, n], out.o.is_large()) };
     }
 }
 

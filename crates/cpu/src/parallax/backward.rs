@@ -6,11 +6,12 @@
 //! dQ = scale gl K, dR = gu K, dK = scale gl Q + gu R, dV = W dO.
 
 use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::modify::Modifier;
 use crate::pool;
 use crate::simd::{Ahead, GradArgs, Matrix, MatrixMut, Sum};
-use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
-use crate::unit::Products;
-use crate::unit::{Unit, Vectors};
+use crate::step::Step;
+use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Tile};
+use crate::unit::{Products, Unit, Vectors};
 use fulgurite_core::parallax::{ParallaxForward, ParallaxGradients};
 use fulgurite_core::{Tensor, TensorView};
 
@@ -56,148 +57,91 @@ struct Work<'a> {
 /// A number of each lane.
 type PerLane = [f32; MAX_LANES];
 
+/// The keys and values of an item, and the sums of their gradients.
+struct KeySums<'w> {
+    k: KeyRows<'w>,
+    v: KeyRows<'w>,
+    n: usize,
+    d_k: &'w mut [f32],
+    d_v: &'w mut [f32],
+}
+
+impl<'w> KeySums<'w> {
+    /// The keys from one on. Whether they are finite is not known.
+    fn keys_from(&self, key: usize) -> KeyRows<'w> {
+        KeyRows { rows: self.k.rows.at(key, 0), finite: false }
+    }
+}
+
+/// The data of a tile of queries.
+struct Space<'w> {
+    /// `[key][lane]` of all keys: P, later W; U; P a, later gl.
+    p: &'w mut [f32],
+    u: &'w mut [f32],
+    a: &'w mut [f32],
+    /// gu of one block.
+    g: &'w mut [f32],
+    /// Q times the scale, R and dO in rows; then transposed, Q without the scale.
+    q: &'w mut [f32],
+    r: &'w mut [f32],
+    d_o: &'w mut [f32],
+    q_turned: &'w mut [f32],
+    r_turned: &'w mut [f32],
+    d_o_turned: &'w mut [f32],
+    d_q: &'w mut [f32],
+    d_r: &'w mut [f32],
+    /// A block of keys without those that no lane sees.
+    copy: &'w mut [f32],
+    ahead: Ahead,
+}
+
+impl<'w> Space<'w> {
+    fn sizes(cx: &Context<'_>, n: usize) -> [usize; 13] {
+        let tile = cx.kernels.tile;
+        let (keys, d, dv) = (n * tile, tile * cx.d_pad, tile * cx.dv_pad);
+        [keys, keys, keys, BLOCK * tile, 2 * Arena::room(d), d, dv, d, d, dv, d, d, BLOCK * cx.d_pad]
+    }
+    fn new(cx: &Context<'_>, n: usize, arena: &mut Arena<'w>) -> Self {
+        let [p, u, a, g, q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, copy] =
+            Self::sizes(cx, n).map(|n| arena.take(n));
+        let ahead = Ahead::default();
+        Space { p, u, a, g, q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, copy, ahead }
+    }
+}
+
+/// The weights of a tile: the steps that it sees with their first keys, and b.
+struct Weights {
+    steps: Vec<(usize, Step)>,
+    b: PerLane,
+}
+
 impl Work<'_> {
     fn item(&self, number: usize, kv_head: usize) {
         let cx = self.cx;
         let sequence = &cx.bound.sequences()[number];
         let n = sequence.k_len;
-        let tile = cx.kernels.tile;
-        let sizes = [
-            n * cx.d_pad,
-            n * cx.dv_pad,
-            n * cx.d_pad,
-            n * cx.dv_pad,
-            n * tile,
-            n * tile,
-            n * tile,
-            BLOCK * tile,
-            2 * Arena::room(tile * cx.d_pad),
-            tile * cx.d_pad,
-            tile * cx.dv_pad,
-            tile * cx.d_pad,
-            tile * cx.d_pad,
-            tile * cx.dv_pad,
-            tile * cx.d_pad,
-            tile * cx.d_pad,
-            BLOCK * cx.d_pad,
-        ];
-        with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
+        let sizes = [n * cx.d_pad, n * cx.dv_pad, n * cx.d_pad, n * cx.dv_pad];
+        let all = sizes.into_iter().chain(Space::sizes(cx, n));
+        with_workspace(all.map(Arena::room).sum(), |workspace| {
             let mut arena = Arena::new(workspace);
-            let [k, v, d_k, d_v, p, u, a, g, q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, copy] =
-                sizes.map(|n| arena.take(n));
+            let [k, v, d_k, d_v] = sizes.map(|n| arena.take(n));
+            let mut space = Space::new(cx, n, &mut arena);
             d_k.fill(0.0);
             d_v.fill(0.0);
             let k = cx.keys(cx.bound.k(), sequence, kv_head, 0..n, [cx.d, cx.d_pad], k);
             let v = cx.keys(cx.bound.v(), sequence, kv_head, 0..n, [cx.dv, cx.dv_pad], v);
-            let ahead = &mut Ahead::default();
+            let mut keys = KeySums { k, v, n, d_k, d_v };
             for tile in cx.tiles(number, kv_head) {
                 let lanes = cx.lanes(&tile);
-                let stride = lanes.stride;
-                let from = |key: usize| KeyRows { rows: k.rows.at(key, 0), finite: false };
-                Vectors.queries(cx, &tile, stride, q, q_turned);
-                Vectors.queries(self.rx, &tile, stride, r, r_turned);
-                for (view, dim, width, to) in [
-                    (cx.bound.q(), cx.d, cx.d_pad, &mut *q),
-                    (self.rx.bound.q(), cx.d, cx.d_pad, &mut *r),
-                    (&self.d_o, cx.dv, cx.dv_pad, &mut *d_o),
-                ] {
-                    let rows = cx.query_rows(view.strides(), sequence);
-                    cx.gather(&tile, &view.data(), &rows, dim, &mut to[..stride * width], width);
+                let stats = self.load(&tile, lanes.stride, &mut space);
+                let weights = self.weigh(&tile, &lanes, &stats, &keys, &mut space);
+                for (start, step) in &weights.steps {
+                    self.add_step((step, *start), lanes.stride, (&stats, &weights.b), &mut keys, &mut space);
                 }
-                q[..stride * cx.d_pad].iter_mut().for_each(|x| *x *= cx.problem.scale());
-                cx.kernels.transpose(d_o, cx.dv_pad, d_o_turned, stride, stride, cx.dv_pad);
-                let rows = self.rows(&tile, &d_o[..stride * cx.dv_pad]);
-                [&mut *d_q, &mut *d_r].into_iter().for_each(|x| x.fill(0.0));
-                // P, U and P a of all keys; b on the way.
-                let mut modifier = cx.modifier(1.0);
-                let (mut b, mut steps) = ([0.0f32; MAX_LANES], Vec::new());
-                for start in (0..n).step_by(BLOCK) {
-                    let keys = start..(start + BLOCK).min(n);
-                    for piece in cx.pieces(&tile, keys) {
-                        let Some(step) = cx.step(&tile, &lanes, &piece, start) else { continue };
-                        let [p, u, a] = [&mut *p, &mut *u, &mut *a].map(|x| &mut x[start * stride..]);
-                        let hull = step.hull();
-                        let part = hull.start * stride..hull.end * stride;
-                        [&mut *p, &mut *u, &mut *a].into_iter().for_each(|x| x[part.clone()].fill(0.0));
-                        Vectors.scores(cx, Products { step: &step, stride, ahead }, from(start), q_turned, p);
-                        if step.rest {
-                            cx.modify(&mut modifier, (&tile, &lanes), (&step, start), p, None);
-                        }
-                        Vectors.scores(self.rx, Products { step: &step, stride, ahead }, from(start), r_turned, u);
-                        for seg in step.segments(1) {
-                            let ((key, keys), (lane, width)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
-                            let right = Matrix::new(d_o_turned, stride).at(0, lane);
-                            let to = MatrixMut::at(a, stride, key, lane);
-                            let left = v.rows.at(start + key, 0);
-                            cx.kernels.gemm(to, left, right, [keys, width, cx.dv], Sum::Fresh, ahead);
-                        }
-                        cx.kernels.grad(&mut GradArgs {
-                            s: p,
-                            dp: a,
-                            stride,
-                            ranges: step.ranges,
-                            inner: step.inner,
-                            lo: &step.lo,
-                            hi: &step.hi,
-                            hidden: step.rest,
-                            lse: &rows.lse,
-                            max: &rows.lse,
-                            delta: &[0.0; MAX_LANES],
-                            scale: 1.0,
-                            derivative: None,
-                            exp: cx.exp,
-                        });
-                        // Scores that a vector does not see were not computed, and must have no weight.
-                        for (z, &(low, high)) in step.ranges[..stride / cx.kernels.lanes].iter().enumerate() {
-                            let lane = z * cx.kernels.lanes;
-                            for key in hull.clone().filter(|key| !(low..high).contains(key)) {
-                                let own = key * stride + lane..key * stride + lane + cx.kernels.lanes;
-                                [&mut *p, &mut *a].into_iter().for_each(|x| x[own.clone()].fill(0.0));
-                            }
-                        }
-                        for row in a[part].chunks_exact(stride) {
-                            b.iter_mut().zip(row).for_each(|(b, x)| *b += x);
-                        }
-                        steps.push((start, step));
-                    }
-                }
-                for (start, step) in &steps {
-                    let hull = step.hull();
-                    let part = (start + hull.start) * stride..(start + hull.end) * stride;
-                    let seen = cx.only_seen(from(*start), cx.d_pad, &p[start * stride..], step, stride, copy);
-                    let keys = seen.rows.at(hull.start, 0);
-                    let (p, u, a) = (&mut p[part.clone()], &mut u[part.clone()], &mut a[part]);
-                    let g = &mut g[..p.len()];
-                    form(&rows, &b, stride, p, u, a, g);
-                    // p is W now, a is gl, g is gu.
-                    let size = hull.len();
-                    let (first, width) = (start + hull.start, cx.d_pad);
-                    let [gl, gu, w] = [&*a, &*g, &*p].map(|x| Matrix::new(x, stride));
-                    for (to, left) in [(&mut *d_q, gl), (&mut *d_r, gu)] {
-                        let to = MatrixMut::at(to, width, 0, 0);
-                        cx.kernels.gemm_transposed(to, left, keys, [stride, width, size], Sum::Onto, ahead);
-                    }
-                    for (left, right) in [(gl, &*q), (gu, &*r)] {
-                        let to = MatrixMut::at(d_k, width, first, 0);
-                        cx.kernels.gemm(to, left, Matrix::new(right, width), [size, width, stride], Sum::Onto, ahead);
-                    }
-                    let to = MatrixMut::at(d_v, cx.dv_pad, first, 0);
-                    let right = Matrix::new(d_o, cx.dv_pad);
-                    cx.kernels.gemm(to, w, right, [size, cx.dv_pad, stride], Sum::Onto, ahead);
-                }
-                d_q.iter_mut().for_each(|x| *x *= cx.problem.scale());
-                for (i, sums) in [(0, &*d_q), (1, &*d_r)] {
-                    let rows = cx.query_rows(self.strides[i], sequence);
-                    for lane in 0..tile.rows {
-                        let (q, head) = cx.row(&tile, lane);
-                        let row = &sums[lane * cx.d_pad..lane * cx.d_pad + cx.d];
-                        // SAFETY: every (sequence, head, query) belongs to one tile, and that to one item.
-                        unsafe { self.out[i].store(cx.kernels, rows.at(q, head), row) };
-                    }
-                }
+                self.store_tile(&tile, &mut space);
             }
-            for (i, from, width, dim) in [(2, &*d_k, cx.d_pad, cx.d), (3, &*d_v, cx.dv_pad, cx.dv)] {
-                let rows = cx.key_rows(self.strides[i], sequence);
+            for (i, from, width, dim) in [(2, &*keys.d_k, cx.d_pad, cx.d), (3, &*keys.d_v, cx.dv_pad, cx.dv)] {
+                let rows = cx.key_layout(self.strides[i], sequence);
                 for key in 0..n {
                     let row = &from[key * width..key * width + dim];
                     // SAFETY: every key of a key/value head belongs to one item.
@@ -207,43 +151,194 @@ impl Work<'_> {
         });
     }
 
+    /// Loads Q, R and dO of a tile, and clears dQ and dR.
+    fn load(&self, tile: &Tile, stride: usize, space: &mut Space<'_>) -> LaneStats {
+        let (cx, sequence) = (self.cx, &self.cx.bound.sequences()[tile.sequence]);
+        let Space { q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, .. } = space;
+        Vectors.queries(cx, tile, stride, q, q_turned);
+        Vectors.queries(self.rx, tile, stride, r, r_turned);
+        for (view, dim, width, to) in [
+            (cx.bound.q(), cx.d, cx.d_pad, &mut *q),
+            (self.rx.bound.q(), cx.d, cx.d_pad, &mut *r),
+            (&self.d_o, cx.dv, cx.dv_pad, &mut *d_o),
+        ] {
+            let rows = cx.query_layout(view.strides(), sequence);
+            cx.gather(tile, &view.data(), &rows, dim, &mut to[..stride * width], width);
+        }
+        q[..stride * cx.d_pad].iter_mut().for_each(|x| *x *= cx.problem.scale());
+        cx.kernels.transpose(d_o, cx.dv_pad, d_o_turned, stride, stride, cx.dv_pad);
+        [d_q, d_r].into_iter().for_each(|x| x.fill(0.0));
+        self.lane_stats(tile, &d_o[..stride * cx.dv_pad])
+    }
+
+    /// P, U and P a of all keys that a tile sees; b on the way.
+    fn weigh(
+        &self,
+        tile: &Tile,
+        lanes: &Lanes,
+        stats: &LaneStats,
+        keys: &KeySums<'_>,
+        space: &mut Space<'_>,
+    ) -> Weights {
+        let cx = self.cx;
+        let mut modifier = cx.modifier(1.0);
+        let (mut b, mut steps) = ([0.0f32; MAX_LANES], Vec::new());
+        for start in (0..keys.n).step_by(BLOCK) {
+            for piece in cx.pieces(tile, start..(start + BLOCK).min(keys.n)) {
+                let Some(step) = cx.step(tile, lanes, &piece, start) else { continue };
+                self.weigh_step((tile, lanes), (&step, start), stats, keys, (space, &mut modifier));
+                let (stride, hull) = (lanes.stride, step.hull());
+                for row in space.a[(start + hull.start) * stride..(start + hull.end) * stride].chunks_exact(stride) {
+                    b.iter_mut().zip(row).for_each(|(b, x)| *b += x);
+                }
+                steps.push((start, step));
+            }
+        }
+        Weights { steps, b }
+    }
+
+    /// P, U and P a of one step.
+    fn weigh_step(
+        &self,
+        (tile, lanes): (&Tile, &Lanes),
+        (step, start): (&Step, usize),
+        stats: &LaneStats,
+        keys: &KeySums<'_>,
+        (space, modifier): (&mut Space<'_>, &mut Modifier<'_>),
+    ) {
+        let (cx, stride) = (self.cx, lanes.stride);
+        let Space { p, u, a, q_turned, r_turned, d_o_turned, ahead, .. } = space;
+        let [p, u, a] = [p, u, a].map(|x| &mut x[start * stride..]);
+        let (hull, from) = (step.hull(), keys.keys_from(start));
+        let part = hull.start * stride..hull.end * stride;
+        [&mut *p, &mut *u, &mut *a].into_iter().for_each(|x| x[part.clone()].fill(0.0));
+        Vectors.scores(cx, Products { step, stride, ahead }, from, q_turned, p);
+        if step.rest {
+            cx.modify(modifier, (tile, lanes), (step, start), p, None);
+        }
+        Vectors.scores(self.rx, Products { step, stride, ahead }, from, r_turned, u);
+        for seg in step.segments(1) {
+            let ((key, count), (lane, width)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
+            let right = Matrix::new(d_o_turned, stride).at(0, lane);
+            let to = MatrixMut::at(a, stride, key, lane);
+            let left = keys.v.rows.at(start + key, 0);
+            cx.kernels.gemm(to, left, right, [count, width, cx.dv], Sum::Fresh, ahead);
+        }
+        cx.kernels.grad(&mut GradArgs {
+            s: p,
+            dp: a,
+            stride,
+            ranges: step.ranges,
+            inner: step.inner,
+            lo: &step.lo,
+            hi: &step.hi,
+            hidden: step.rest,
+            lse: &stats.lse,
+            max: &stats.lse,
+            delta: &[0.0; MAX_LANES],
+            scale: 1.0,
+            derivative: None,
+            exp: cx.exp,
+        });
+        // Scores that a vector does not see were not computed, and must have no weight.
+        for (z, &(low, high)) in step.ranges[..stride / cx.kernels.lanes].iter().enumerate() {
+            let lane = z * cx.kernels.lanes;
+            for key in hull.clone().filter(|key| !(low..high).contains(key)) {
+                let own = key * stride + lane..key * stride + lane + cx.kernels.lanes;
+                [&mut *p, &mut *a].into_iter().for_each(|x| x[own.clone()].fill(0.0));
+            }
+        }
+    }
+
+    /// Adds a step to dQ and dR of the tile, and to dK and dV of its keys.
+    fn add_step(
+        &self,
+        (step, start): (&Step, usize),
+        stride: usize,
+        (stats, b): (&LaneStats, &PerLane),
+        keys: &mut KeySums<'_>,
+        space: &mut Space<'_>,
+    ) {
+        let cx = self.cx;
+        let from = keys.keys_from(start);
+        let Space { p, u, a, g, q, r, d_o, d_q, d_r, copy, ahead, .. } = space;
+        let hull = step.hull();
+        let part = (start + hull.start) * stride..(start + hull.end) * stride;
+        let seen = cx.only_seen(from, cx.d_pad, &p[start * stride..], step, stride, copy);
+        let seen_keys = seen.rows.at(hull.start, 0);
+        let (p, u, a) = (&mut p[part.clone()], &mut u[part.clone()], &mut a[part]);
+        let g = &mut g[..p.len()];
+        form(stats, b, stride, p, u, a, g);
+        // p is W now, a is gl, g is gu.
+        let size = hull.len();
+        let (first, width) = (start + hull.start, cx.d_pad);
+        let [gl, gu, w] = [&*a, &*g, &*p].map(|x| Matrix::new(x, stride));
+        for (to, left) in [(d_q, gl), (d_r, gu)] {
+            let to = MatrixMut::at(to, width, 0, 0);
+            cx.kernels.gemm_transposed(to, left, seen_keys, [stride, width, size], Sum::Onto, ahead);
+        }
+        for (left, right) in [(gl, &*q), (gu, &*r)] {
+            let to = MatrixMut::at(keys.d_k, width, first, 0);
+            cx.kernels.gemm(to, left, Matrix::new(right, width), [size, width, stride], Sum::Onto, ahead);
+        }
+        let to = MatrixMut::at(keys.d_v, cx.dv_pad, first, 0);
+        let right = Matrix::new(d_o, cx.dv_pad);
+        cx.kernels.gemm(to, w, right, [size, cx.dv_pad, stride], Sum::Onto, ahead);
+    }
+
+    /// Writes dQ and dR of a tile.
+    fn store_tile(&self, tile: &Tile, space: &mut Space<'_>) {
+        let (cx, sequence) = (self.cx, &self.cx.bound.sequences()[tile.sequence]);
+        space.d_q.iter_mut().for_each(|x| *x *= cx.problem.scale());
+        for (i, sums) in [(0, &*space.d_q), (1, &*space.d_r)] {
+            let rows = cx.query_layout(self.strides[i], sequence);
+            for lane in 0..tile.rows {
+                let (q, head) = cx.query_and_head(tile, lane);
+                let row = &sums[lane * cx.d_pad..lane * cx.d_pad + cx.d];
+                // SAFETY: every (sequence, head, query) belongs to one tile, and that to one item.
+                unsafe { self.out[i].store(cx.kernels, rows.at(q, head), row) };
+            }
+        }
+    }
+
     /// LSE, t and t' of a tile's lanes; lanes past the last row have no weight.
-    fn rows(&self, tile: &Tile, d_o: &[f32]) -> Rows {
+    fn lane_stats(&self, tile: &Tile, d_o: &[f32]) -> LaneStats {
         let cx = self.cx;
         let sequence = &cx.bound.sequences()[tile.sequence];
-        let mut rows = Rows { lse: [f32::INFINITY; MAX_LANES], mean: [0.0; MAX_LANES], dot: [0.0; MAX_LANES] };
+        let mut stats = LaneStats { lse: [f32::INFINITY; MAX_LANES], mean: [0.0; MAX_LANES], dot: [0.0; MAX_LANES] };
         let (o, lse, mean) = (self.forward.own.o.view(), self.forward.own.lse.view(), self.forward.mean.view());
-        let o_rows = cx.query_rows(o.strides(), sequence);
-        let lse_rows = cx.bound.lse_rows(lse.strides(), sequence);
+        let o_rows = cx.query_layout(o.strides(), sequence);
+        let lse_rows = cx.bound.lse_layout(lse.strides(), sequence);
         for lane in 0..tile.rows {
-            let (q, head) = cx.row(tile, lane);
+            let (q, head) = cx.query_and_head(tile, lane);
             let own = lse.at(lse_rows.at(q, head)) as f32;
-            rows.lse[lane] = if own == f32::NEG_INFINITY { f32::INFINITY } else { own };
-            rows.mean[lane] = mean.at(lse_rows.at(q, head)) as f32;
+            stats.lse[lane] = if own == f32::NEG_INFINITY { f32::INFINITY } else { own };
+            stats.mean[lane] = mean.at(lse_rows.at(q, head)) as f32;
             let at = o_rows.at(q, head);
             let own = &d_o[lane * cx.dv_pad..lane * cx.dv_pad + cx.dv];
-            rows.dot[lane] = own.iter().enumerate().map(|(i, d)| d * o.at(at + i) as f32).sum();
+            stats.dot[lane] = own.iter().enumerate().map(|(i, d)| d * o.at(at + i) as f32).sum();
         }
-        rows
+        stats
     }
 }
 
-struct Rows {
+/// LSE, t and t' of each lane.
+struct LaneStats {
     lse: PerLane,
     mean: PerLane,
     dot: PerLane,
 }
 
 /// Computes from P, U and P a: W into `p`, gl into `a`, gu into `g`.
-fn form(rows: &Rows, b: &PerLane, stride: usize, p: &mut [f32], u: &[f32], a: &mut [f32], g: &mut [f32]) {
+fn form(stats: &LaneStats, b: &PerLane, stride: usize, p: &mut [f32], u: &[f32], a: &mut [f32], g: &mut [f32]) {
     let all = p.chunks_exact_mut(stride).zip(u.chunks_exact(stride)).zip(a.chunks_exact_mut(stride));
     for (((p, u), a), g) in all.zip(g.chunks_exact_mut(stride)) {
         for lane in 0..stride {
             let weight = p[lane];
             // A key that this row does not see may hold anything, so its u is replaced, not multiplied by 0.
-            let off = if weight == 0.0 { 0.0 } else { rows.mean[lane] - u[lane] };
+            let off = if weight == 0.0 { 0.0 } else { stats.mean[lane] - u[lane] };
             let pull = a[lane] - weight * b[lane];
-            a[lane] = a[lane] - weight * rows.dot[lane] + off * pull;
+            a[lane] = a[lane] - weight * stats.dot[lane] + off * pull;
             g[lane] = -pull;
             p[lane] = weight * (1.0 + off);
         }

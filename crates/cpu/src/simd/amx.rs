@@ -5,10 +5,10 @@
 //! The shape of the tiles is state of the thread. Setting it takes 200 to 450 cycles, so code with many products holds
 //! it over all of them. Afterwards it is released, and the system has no tiles to save.
 
-use super::algorithms::{Ahead, Row};
+use super::algorithms::{Ahead, SimdElement};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
-use super::{Kernels, Simd, amx_bf16, amx_delta, amx_look, amx_strips, amx_woven};
+use super::{Kernels, Simd, amx_bf16, amx_block_max, amx_decode, amx_delta, amx_pipelined};
 use half::f16;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -37,10 +37,10 @@ pub(super) const TABLE_OF_TILES: MatrixKernels = MatrixKernels {
     turned_bf16: amx_bf16::turn_columns,
     lanes: [pack_lanes::<1>, pack_lanes::<2>, pack_lanes::<3>],
     lanes_reweighed: [pack_reweighed::<1>, pack_reweighed::<2>, pack_reweighed::<3>],
-    narrow: &amx_bf16::NARROW,
-    weave: Some([amx_woven::weave::<2>, amx_woven::weave::<4>]),
-    look: Some([amx_look::look::<2>, amx_look::look::<4>]),
-    strips: &amx_strips::STRIPS,
+    bf16: &amx_bf16::BF16,
+    pipeline: Some([amx_pipelined::pipeline::<2>, amx_pipelined::pipeline::<4>]),
+    block_max: Some([amx_block_max::block_max::<2>, amx_block_max::block_max::<4>]),
+    strips: &amx_decode::STRIPS,
     delta: &amx_delta::DELTA,
 };
 
@@ -308,8 +308,8 @@ thread_local! {
 }
 
 fn release() {
-    // SAFETY: whoever releases has shaped the tiles, so the machine has them and the process may use them; no product
-    // is under way, because each holds the shape itself.
+    // SAFETY: tiles are shaped before they are released, so the machine has them and the process may use them; no
+    // product is under way, because each holds the shape itself.
     unsafe { asm!("tilerelease", options(nostack, nomem)) };
     HELD.set(Held::Nothing);
 }
@@ -338,7 +338,7 @@ fn shape(shapes: &Shapes, held: Held) -> Hold {
 }
 
 /// Numbers in parts: the upper halves of the results are bf16, whose sum is the number where PARTS suffice. Each but the
-/// last is rounded to nearest: were it cut off, what is left would be twice as large and of one sign, and the products
+/// last is rounded to nearest: were it cut off, the remainder would be twice as large and of one sign, and the products
 /// that are left out would show.
 ///
 /// # Safety
@@ -354,7 +354,7 @@ unsafe fn split<const PARTS: usize>(x: __m512) -> [__m512i; PARTS] {
             }
             let bits = rounded(rest);
             let upper = _mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000u32 as i32));
-            // Exact: what is left has the number's last digits only. A NaN ends in the last part.
+            // Exact: the remainder has the number's last digits only. A NaN ends in the last part.
             rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(upper));
             bits
         })
@@ -402,7 +402,7 @@ pub(super) unsafe fn join(first: __m512i, second: __m512i) -> __m512i {
 /// # Safety
 /// As for [`Simd`], with `left` elements at `p`.
 #[inline(always)]
-unsafe fn vector<T: Row>(p: *const T, left: usize) -> __m512 {
+unsafe fn vector<T: SimdElement>(p: *const T, left: usize) -> __m512 {
     // SAFETY: inside the extents.
     unsafe {
         if left >= 16 {
@@ -417,7 +417,7 @@ unsafe fn vector<T: Row>(p: *const T, left: usize) -> __m512 {
 /// # Safety
 /// As for [`Simd`]: `rows` rows of `n` elements, `row` apart, and room for their panels of `depth` tiles.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn pack_rows<T: Row, const PARTS: usize>(
+unsafe fn pack_rows<T: SimdElement, const PARTS: usize>(
     src: *const T,
     row: usize,
     [rows, n]: [usize; 2],
@@ -450,7 +450,7 @@ unsafe fn pack_rows<T: Row, const PARTS: usize>(
 /// # Safety
 /// As for [`Simd`]: `rows` rows of `n` elements, `row` apart, and room for panels of `n` rows and `depth` tiles.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn pack_turned<T: Row, const PARTS: usize>(
+unsafe fn pack_turned<T: SimdElement, const PARTS: usize>(
     src: *const T,
     row: usize,
     [rows, n]: [usize; 2],

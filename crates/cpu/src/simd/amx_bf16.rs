@@ -7,17 +7,17 @@
 use super::Simd;
 use super::algorithms::{GradArgs, LaneProbe, SoftmaxArgs, SoftmaxStats, begin, end};
 use super::amx::{join, rounded};
-use super::amx_rows::store;
+use super::amx_store_output::store;
 use super::avx512::Avx512;
 use super::matrix::SLOTS;
-use super::narrow::{GradPanels, KEY_TILES, LANE_TILES, NarrowKernels};
+use super::matrix_bf16::{Bf16Kernels, GradPanels, KEY_TILES, LANE_TILES};
 use crate::step::Ranges;
 use fulgurite_core::exp::EXP2_POLY;
 use half::bf16;
 use std::arch::x86_64::*;
 
-pub(super) static NARROW: NarrowKernels =
-    NarrowKernels { copy_at, turn_at, pair_at, softmax, reweigh, grad, pack_grad, store };
+pub(super) static BF16: Bf16Kernels =
+    Bf16Kernels { copy_at, turn_at, pair_at, softmax, reweigh, grad, pack_grad, store };
 
 /// Coefficients of 2^r: the error of degree 3 stays below the rounding to bf16.
 pub(super) const CUBIC: [f32; 4] = [EXP2_POLY[0][0], EXP2_POLY[0][1], EXP2_POLY[0][2], EXP2_POLY[0][3]];
@@ -120,7 +120,7 @@ unsafe fn copy(at: impl Fn(usize) -> *const bf16, [rows, n]: [usize; 2], dst: *m
     }
 }
 
-/// Rows as columns of B, neighbours of a row in a slot: what multiplies with [`copy_rows`].
+/// Rows as columns of B, neighbours of a row in a slot: the other operand of [`copy_rows`].
 ///
 /// # Safety
 /// As for [`Simd`]: rows of `n` elements at `starts`, and room for their panels of `depth` tiles.

@@ -1,7 +1,7 @@
 //! The element-wise work of the gated delta rule between products on tiles, with AVX-512.
 
 use super::Simd;
-use super::algorithms::{EXP2_NATIVE, Row};
+use super::algorithms::{EXP2_NATIVE, SimdElement};
 use super::amx::{join, nearest, rounded};
 use super::avx512::Avx512;
 use super::delta::{DeltaGates, DeltaKernels, DeltaParts, DeltaValues, HALF, SLICE, TOKENS, tile};
@@ -18,7 +18,7 @@ pub(super) static DELTA: [DeltaKernels; 3] = [
     table::<bf16, 1, 2, 2, 1>(DType::Bf16),
 ];
 
-const fn table<T: Element, const KEYS: usize, const STATE: usize, const INVERSE: usize, const WEIGHTS: usize>(
+const fn table<T: DeltaElement, const KEYS: usize, const STATE: usize, const INVERSE: usize, const WEIGHTS: usize>(
     dtype: DType,
 ) -> DeltaKernels {
     DeltaKernels {
@@ -35,7 +35,7 @@ const fn table<T: Element, const KEYS: usize, const STATE: usize, const INVERSE:
 }
 
 /// An element of a tensor, 16 or fewer at a time.
-trait Element: Row {
+trait DeltaElement: SimdElement {
     /// Elements where the mask holds, and zeros elsewhere.
     ///
     /// # Safety
@@ -49,7 +49,7 @@ trait Element: Row {
     unsafe fn store(p: *mut Self, x: [__m512; 2], masks: [__mmask16; 2], stream: bool);
 }
 
-impl Element for f32 {
+impl DeltaElement for f32 {
     #[inline(always)]
     unsafe fn load(p: *const f32, mask: __mmask16) -> __m512 {
         // SAFETY: the caller's.
@@ -84,7 +84,7 @@ unsafe fn store_halves(p: *mut u16, x: __m512i, masks: [__mmask16; 2], stream: b
     }
 }
 
-impl Element for f16 {
+impl DeltaElement for f16 {
     #[inline(always)]
     unsafe fn load(p: *const f16, mask: __mmask16) -> __m512 {
         // SAFETY: the caller's.
@@ -102,7 +102,7 @@ impl Element for f16 {
     }
 }
 
-impl Element for bf16 {
+impl DeltaElement for bf16 {
     #[inline(always)]
     unsafe fn load(p: *const bf16, mask: __mmask16) -> __m512 {
         // SAFETY: the caller's.
@@ -190,7 +190,7 @@ unsafe fn large(x: __m512) -> __mmask16 {
 /// # Safety
 /// AVX-512 is present; the extents are checked by the table.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn keys<T: Element, const PARTS: usize>(
+unsafe fn keys<T: DeltaElement, const PARTS: usize>(
     src: *const u8,
     row: usize,
     size: [usize; 2],
@@ -213,7 +213,7 @@ unsafe fn keys<T: Element, const PARTS: usize>(
 /// # Safety
 /// As for [`keys`].
 #[inline(always)]
-unsafe fn keys_in<T: Element, const PARTS: usize, const FULL: bool>(
+unsafe fn keys_in<T: DeltaElement, const PARTS: usize, const FULL: bool>(
     src: *const T,
     row: usize,
     [rows, n]: [usize; 2],
@@ -302,10 +302,10 @@ unsafe fn gates<const INVERSE: usize, const WEIGHTS: usize>(x: &mut DeltaGates<'
             *to = head;
         }
         let mut row = [_mm512_setzero_ps(); 4];
-        rows::<INVERSE, WEIGHTS, 0>(x, &decay, &mut row);
-        rows::<INVERSE, WEIGHTS, 1>(x, &decay, &mut row);
-        rows::<INVERSE, WEIGHTS, 2>(x, &decay, &mut row);
-        rows::<INVERSE, WEIGHTS, 3>(x, &decay, &mut row);
+        gate_rows::<INVERSE, WEIGHTS, 0>(x, &decay, &mut row);
+        gate_rows::<INVERSE, WEIGHTS, 1>(x, &decay, &mut row);
+        gate_rows::<INVERSE, WEIGHTS, 2>(x, &decay, &mut row);
+        gate_rows::<INVERSE, WEIGHTS, 3>(x, &decay, &mut row);
         for (c, &row) in row.iter().enumerate() {
             _mm512_storeu_ps(x.tail.as_mut_ptr().add(c * GROUP), row);
         }
@@ -324,12 +324,12 @@ unsafe fn gates<const INVERSE: usize, const WEIGHTS: usize>(x: &mut DeltaGates<'
 /// # Safety
 /// As for [`gates`].
 #[inline(always)]
-unsafe fn rows<const INVERSE: usize, const WEIGHTS: usize, const G: usize>(
+unsafe fn gate_rows<const INVERSE: usize, const WEIGHTS: usize, const G: usize>(
     x: &mut DeltaGates<'_>,
     decay: &[f32; TOKENS],
     row: &mut [__m512; 4],
 ) {
-    // SAFETY: inside the extents. Above the diagonal G is zero, and what was there of the products is finite.
+    // SAFETY: inside the extents. Above the diagonal G is zero, and the products that were there are finite.
     unsafe {
         let half = G / 2;
         for r in 0..GROUP {
@@ -462,7 +462,7 @@ unsafe fn fade<const PARTS: usize>(
 /// # Safety
 /// AVX-512 is present; the extents are checked by the table.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn residual<T: Element, const PARTS: usize>(
+unsafe fn residual<T: DeltaElement, const PARTS: usize>(
     v: *const u8,
     row: usize,
     size: [usize; 2],
@@ -488,7 +488,7 @@ unsafe fn residual<T: Element, const PARTS: usize>(
 /// # Safety
 /// As for [`residual`].
 #[inline(always)]
-unsafe fn residual_in<T: Element, const PARTS: usize, const FULL: bool, const LESS: bool>(
+unsafe fn residual_in<T: DeltaElement, const PARTS: usize, const FULL: bool, const LESS: bool>(
     v: *const T,
     row: usize,
     [rows, n]: [usize; 2],
@@ -551,7 +551,7 @@ unsafe fn corrected<const STATE: usize, const WEIGHTS: usize>(v: &mut DeltaValue
 /// # Safety
 /// AVX-512 is present; the extents are checked by the table, those of `to` by the caller.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn outputs<T: Element>(
+unsafe fn outputs<T: DeltaElement>(
     [x, y]: [*const f32; 2],
     factor: *const f32,
     to: *mut u8,

@@ -7,8 +7,8 @@ macro_rules! define_kernels {
         pub(super) static KERNELS: super::Kernels = TABLE;
         pub(super) const TABLE: super::Kernels = {
             use crate::simd::algorithms as alg;
-            use crate::simd::Coming;
-            use crate::simd::algorithms::{FewRows, Row};
+            use crate::simd::Prefetch;
+            use crate::simd::algorithms::{FewRows, SimdElement};
             use half::{bf16, f16};
 
             #[inline(always)]
@@ -65,7 +65,7 @@ macro_rules! define_kernels {
                 unsafe { alg::transpose::<$simd>(src, ss, dst, ds, rows, cols) }
             }
             $(#[$feature])?
-            unsafe fn widen<T: Row>(src: *const T, dst: *mut f32, n: usize) -> bool {
+            unsafe fn widen<T: SimdElement>(src: *const T, dst: *mut f32, n: usize) -> bool {
                 // SAFETY: passed on.
                 unsafe { alg::widen::<$simd, T>(src, dst, n) }
             }
@@ -90,8 +90,8 @@ macro_rules! define_kernels {
             }
             /// Rows four at a time (else one by one, or one of each pair), and as many keys as one transpose can take.
             $(#[$feature])?
-            unsafe fn dots<T: Row>(
-                rows: FewRows, [stride, ldq]: [usize; 2], k: *const T, row: usize, [n, keys, d]: [usize; 3], mut coming: Coming,
+            unsafe fn dots<T: SimdElement>(
+                rows: FewRows, [stride, ldq]: [usize; 2], k: *const T, row: usize, [n, keys, d]: [usize; 3], mut prefetch: Prefetch,
             ) {
                 const BY_FOUR: usize = $simd::LANES / 4;
                 const BY_ONE: usize = $simd::LANES;
@@ -111,7 +111,7 @@ macro_rules! define_kernels {
                                 // The keys that one row alone takes at once, so that sums are the same.
                                 for half in 0..2 {
                                     let s = s.map(|s| s.add(half * BY_TWO * stride));
-                                    alg::dots::<$simd, T, 2, BY_TWO>(s, stride, q, k.add(half * BY_TWO * row), row, d, &mut coming);
+                                    alg::dots::<$simd, T, 2, BY_TWO>(s, stride, q, k.add(half * BY_TWO * row), row, d, &mut prefetch);
                                 }
                             } else {
                                 for i in 0..if rows.both { 2 } else { 1 } {
@@ -119,13 +119,13 @@ macro_rules! define_kernels {
                                     let (s, s4, q) = (s[i], fours(s[i]), q[i]);
                                     let q4 = [0, 1, 2, 3].map(|r| q.wrapping_add(r * ldq));
                                     // The second of a pair reads what the first has read.
-                                    let mut nothing = Coming::NOTHING;
-                                    let coming = if i == 0 { &mut coming } else { &mut nothing };
+                                    let mut nothing = Prefetch::NOTHING;
+                                    let prefetch = if i == 0 { &mut prefetch } else { &mut nothing };
                                     match (four, many) {
-                                        (true, true) => alg::dots::<$simd, T, 4, BY_FOUR>(s4, stride, q4, k, row, d, coming),
-                                        (true, false) => alg::dots::<$simd, T, 4, 1>(s4, stride, q4, k, row, d, coming),
-                                        (false, true) => alg::dots::<$simd, T, 1, BY_ONE>([s], stride, [q], k, row, d, coming),
-                                        (false, false) => alg::dots::<$simd, T, 1, 1>([s], stride, [q], k, row, d, coming),
+                                        (true, true) => alg::dots::<$simd, T, 4, BY_FOUR>(s4, stride, q4, k, row, d, prefetch),
+                                        (true, false) => alg::dots::<$simd, T, 4, 1>(s4, stride, q4, k, row, d, prefetch),
+                                        (false, true) => alg::dots::<$simd, T, 1, BY_ONE>([s], stride, [q], k, row, d, prefetch),
+                                        (false, false) => alg::dots::<$simd, T, 1, 1>([s], stride, [q], k, row, d, prefetch),
                                     }
                                 }
                             }
@@ -137,8 +137,8 @@ macro_rules! define_kernels {
             }
             /// Rows four at a time, columns four vectors at a time, the last columns one by one.
             $(#[$feature])?
-            unsafe fn combine<T: Row>(
-                rows: FewRows, [stride, ldo]: [usize; 2], v: *const T, row: usize, [n, keys, d]: [usize; 3], mut coming: Coming,
+            unsafe fn combine<T: SimdElement>(
+                rows: FewRows, [stride, ldo]: [usize; 2], v: *const T, row: usize, [n, keys, d]: [usize; 3], mut prefetch: Prefetch,
             ) {
                 let both = if rows.both { 2 } else { 1 };
                 let mut r = 0;
@@ -162,21 +162,21 @@ macro_rules! define_kernels {
                             }
                             if rows.both && !four {
                                 if wide {
-                                    alg::combine::<$simd, T, 2, 4>(o, p, stride, v, row, keys, &mut coming);
+                                    alg::combine::<$simd, T, 2, 4>(o, p, stride, v, row, keys, &mut prefetch);
                                 } else {
-                                    alg::combine::<$simd, T, 2, 1>(o, p, stride, v, row, keys, &mut coming);
+                                    alg::combine::<$simd, T, 2, 1>(o, p, stride, v, row, keys, &mut prefetch);
                                 }
                             } else {
                                 for i in 0..both {
                                     let (o, o4) = (o[i], [0, 1, 2, 3].map(|r| o[i].wrapping_add(r * ldo)));
                                     let (p, p4) = (p[i], [0, 1, 2, 3].map(|r| p[i].wrapping_add(r)));
-                                    let mut nothing = Coming::NOTHING;
-                                    let coming = if i == 0 { &mut coming } else { &mut nothing };
+                                    let mut nothing = Prefetch::NOTHING;
+                                    let prefetch = if i == 0 { &mut prefetch } else { &mut nothing };
                                     match (four, wide) {
-                                        (true, true) => alg::combine::<$simd, T, 4, 4>(o4, p4, stride, v, row, keys, coming),
-                                        (true, false) => alg::combine::<$simd, T, 4, 1>(o4, p4, stride, v, row, keys, coming),
-                                        (false, true) => alg::combine::<$simd, T, 1, 4>([o], [p], stride, v, row, keys, coming),
-                                        (false, false) => alg::combine::<$simd, T, 1, 1>([o], [p], stride, v, row, keys, coming),
+                                        (true, true) => alg::combine::<$simd, T, 4, 4>(o4, p4, stride, v, row, keys, prefetch),
+                                        (true, false) => alg::combine::<$simd, T, 4, 1>(o4, p4, stride, v, row, keys, prefetch),
+                                        (false, true) => alg::combine::<$simd, T, 1, 4>([o], [p], stride, v, row, keys, prefetch),
+                                        (false, false) => alg::combine::<$simd, T, 1, 1>([o], [p], stride, v, row, keys, prefetch),
                                     }
                                 }
                             }

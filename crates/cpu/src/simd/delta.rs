@@ -11,13 +11,13 @@ use std::ops::Range;
 
 /// Tokens of a chunk.
 pub(crate) const TOKENS: usize = 64;
-/// Those of a half: what a tile holds of the summed axis.
+/// Tokens of half a chunk: a tile's extent along the summed axis.
 pub(crate) const HALF: usize = TOKENS / 2;
 /// Columns of values that are computed together.
 pub(crate) const SLICE: usize = 2 * GROUP;
 
-/// In how many bf16 operands are packed, so that what they lose is below the rounding of the type. Roundings of what
-/// states come from add up over the whole sequence, so those have more.
+/// Number of bf16 parts of each operand, so that the lost digits are below the rounding of the type. Rounding errors in
+/// the operands of states add up over the whole sequence, so those have more parts.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DeltaParts {
     /// K and Q, on either side.
@@ -30,7 +30,7 @@ pub(crate) struct DeltaParts {
     pub weights: usize,
 }
 
-/// Decays and products of keys of a chunk, and what becomes of them.
+/// Decays and products of keys of a chunk, and the matrices computed from them.
 pub(crate) struct DeltaGates<'a> {
     /// Log decays and steps; 0 past the last token.
     pub g: &'a [f32; TOKENS],
@@ -133,7 +133,7 @@ impl DeltaKernels {
     }
 
     /// `groups` groups of columns of `rows` rows of a state as columns of B: the tiles `tiles` along the rows. These rows
-    /// fade by `factor` afterwards; what is tiny becomes zero.
+    /// fade by `factor` afterwards; tiny numbers become zero.
     pub fn pack_faded(
         &self,
         s: &mut [f32],

@@ -19,8 +19,8 @@ static PAIRS: MatrixKernels = MatrixKernels {
     multiply_1_2: multiply_pairs::<1, 2, 2>,
     multiply_2_2: multiply_pairs::<2, 2, 2>,
     multiply_3_3: multiply_pairs::<3, 3, 3>,
-    weave: None,
-    look: None,
+    pipeline: None,
+    block_max: None,
     ..super::amx::TABLE_OF_TILES
 };
 

@@ -6,14 +6,14 @@
 
 use super::Kernels;
 use super::algorithms::{ExpKind, SoftmaxArgs, SoftmaxStats};
-use super::coding::{self, BYTES, Coding, slot};
+use super::int8_codes::{self, BYTES, Coding, slot};
 use super::kernels::extent;
 use super::matrix::{GROUP, SLOTS};
 
 type ToScores = unsafe fn(&mut [f32], usize, &[f32], &[f32], &[f32]);
 pub(super) type Multiply = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3]);
 
-/// Scores that are still integers, and what makes numbers of them: `key * lane * integer + bias`.
+/// Scores that are still integers, and the factors that convert them: `key * lane * integer + bias`.
 pub(crate) struct Integers<'a> {
     /// Scales of keys, 16 of them from `at` on in every `pitch`; the same for each 64 keys of a block.
     pub keys: &'a [f32],
@@ -41,7 +41,7 @@ static PLAIN: Int8Kernels = Int8Kernels {
     softmax: None,
     pack_weights,
     add: plain::add,
-    coding: &coding::PLAIN,
+    coding: &int8_codes::PLAIN,
 };
 
 impl Kernels {

@@ -2,7 +2,7 @@
 
 use super::MatrixKernels;
 use super::algorithms::{Ahead, FewRows, GradArgs, LaneProbe, Plane, SoftmaxArgs, SoftmaxStats, Stage, paired};
-use super::coming::Coming;
+use super::prefetch::Prefetch;
 use crate::Isa;
 use crate::evaluate::{Cells, Evaluator};
 use fulgurite_core::format::{GroupFormat, Grouped};
@@ -12,7 +12,7 @@ use half::{bf16, f16};
 /// No instruction set has wider tiles, in vectors.
 pub(crate) const MAX_VECTORS: usize = 4;
 
-/// Whether a product replaces or adds to what is there.
+/// Whether a product replaces its destination or adds to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sum {
     Fresh,
@@ -22,7 +22,7 @@ pub(crate) enum Sum {
 type Gemm = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 type Finish = unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]);
 type Widen<T> = unsafe fn(*const T, *mut f32, usize) -> bool;
-type Few<T> = unsafe fn(FewRows, [usize; 2], *const T, usize, [usize; 3], Coming);
+type Few<T> = unsafe fn(FewRows, [usize; 2], *const T, usize, [usize; 3], Prefetch);
 
 /// Entry points compiled for one instruction set. Holding a reference to one tells you that this machine has
 /// that instruction set: [`kernels`] checks before it hands one out.
@@ -299,14 +299,14 @@ impl Kernels {
 
     /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`. `rows` has s and q, whose rows are `ldq`
     /// apart, and optionally a second pair, bitwise equal to a separate call. Prefetches the memory of
-    /// `coming`.
+    /// `prefetch`.
     pub fn dots(
         &self,
         rows: &mut [(&mut [f32], &[f32])],
         [stride, ldq]: [usize; 2],
         k: &Strided<'_>,
         size: [usize; 3],
-        coming: Coming,
+        prefetch: Prefetch,
     ) {
         let [n, keys, d] = size;
         for (s, q) in &*rows {
@@ -317,23 +317,23 @@ impl Kernels {
         // SAFETY: the machine has the instruction set, and the extents were just checked (keys by slicing).
         unsafe {
             match k.data {
-                Data::F32(k) => (self.dots_f32)(rows, [stride, ldq], k[range].as_ptr(), row, size, coming),
-                Data::F16(k) => (self.dots_f16)(rows, [stride, ldq], k[range].as_ptr(), row, size, coming),
-                Data::Bf16(k) => (self.dots_bf16)(rows, [stride, ldq], k[range].as_ptr(), row, size, coming),
+                Data::F32(k) => (self.dots_f32)(rows, [stride, ldq], k[range].as_ptr(), row, size, prefetch),
+                Data::F16(k) => (self.dots_f16)(rows, [stride, ldq], k[range].as_ptr(), row, size, prefetch),
+                Data::Bf16(k) => (self.dots_bf16)(rows, [stride, ldq], k[range].as_ptr(), row, size, prefetch),
                 _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
             }
         }
     }
 
     /// `o[r] += sum_j p[j * stride + r] v[j]` for few rows: `[rows, keys, d]`. `rows` has o, whose rows are `ldo`
-    /// apart, and p, as for [`dots`](Self::dots). Prefetches the memory of `coming`.
+    /// apart, and p, as for [`dots`](Self::dots). Prefetches the memory of `prefetch`.
     pub fn combine(
         &self,
         rows: &mut [(&mut [f32], &[f32])],
         [stride, ldo]: [usize; 2],
         v: &Strided<'_>,
         size: [usize; 3],
-        coming: Coming,
+        prefetch: Prefetch,
     ) {
         let [n, keys, d] = size;
         for (o, p) in &*rows {
@@ -344,9 +344,9 @@ impl Kernels {
         // SAFETY: the machine has the instruction set, and the extents were just checked (values by slicing).
         unsafe {
             match v.data {
-                Data::F32(v) => (self.combine_f32)(rows, [stride, ldo], v[range].as_ptr(), row, size, coming),
-                Data::F16(v) => (self.combine_f16)(rows, [stride, ldo], v[range].as_ptr(), row, size, coming),
-                Data::Bf16(v) => (self.combine_bf16)(rows, [stride, ldo], v[range].as_ptr(), row, size, coming),
+                Data::F32(v) => (self.combine_f32)(rows, [stride, ldo], v[range].as_ptr(), row, size, prefetch),
+                Data::F16(v) => (self.combine_f16)(rows, [stride, ldo], v[range].as_ptr(), row, size, prefetch),
+                Data::Bf16(v) => (self.combine_bf16)(rows, [stride, ldo], v[range].as_ptr(), row, size, prefetch),
                 _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
             }
         }

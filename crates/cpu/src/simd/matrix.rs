@@ -11,8 +11,8 @@
 use super::algorithms::Ahead;
 use super::delta::DeltaKernels;
 use super::kernels::{MatrixMut, Sum, extent};
-use super::narrow::{Look, NarrowKernels, Weave};
-use super::strips::StripKernels;
+use super::matrix_bf16::{Bf16Kernels, BlockMaxKernel, PipelineKernel};
+use super::matrix_decode::StripKernels;
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
 use std::marker::PhantomData;
@@ -94,11 +94,11 @@ pub(crate) struct MatrixKernels {
     pub(super) lanes: [PackLanes; 3],
     pub(super) lanes_reweighed: [PackReweighed; 3],
     /// Additional entry points for bf16.
-    pub narrow: &'static NarrowKernels,
+    pub bf16: &'static Bf16Kernels,
     /// Blocks of forward in bf16 with softmax and products at once, for 2 and 4 tiles along d.
-    pub(super) weave: Option<[Weave; 2]>,
+    pub(super) pipeline: Option<[PipelineKernel; 2]>,
     /// The largest scores of such blocks.
-    pub(super) look: Option<[Look; 2]>,
+    pub(super) block_max: Option<[BlockMaxKernel; 2]>,
     /// Few queries against many keys, in bf16.
     pub strips: &'static StripKernels,
     /// The gated delta rule, for f32, f16 and bf16.
@@ -179,8 +179,8 @@ impl MatrixKernels {
         }
     }
 
-    /// Rows as rows of A, `depth` tiles a group; what is missing of the last group and tile is zero. In bf16 they want
-    /// columns from [`NarrowKernels::turn`]. True if all elements are finite.
+    /// Rows as rows of A, `depth` tiles a group; missing elements of the last group and tile are zero. In bf16 they
+    /// want columns from [`Bf16Kernels::turn`]. True if all elements are finite.
     pub fn pack_rows(&self, from: &Source<'_>, to: &mut [f32], depth: usize) -> bool {
         assert!(from.n <= depth * DEPTH, "rows too long");
         let (row, size, range) = self.packed(from, to, [from.rows, depth]);
@@ -304,7 +304,7 @@ mod tests {
                             let columns: Vec<bf16> = (0..n * k).map(|i| bf16::from_f32(b[i % k * n + i / k])).collect();
                             let starts: Vec<usize> = (0..n).map(|j| j * k).collect();
                             let rows = RowsAt { data: &columns, starts: &starts, n: k };
-                            unit.narrow.turn(rows, &mut b_packed, depth);
+                            unit.bf16.turn(rows, &mut b_packed, depth);
                         }
                     } else {
                         // Tiles that no row reaches are not written.

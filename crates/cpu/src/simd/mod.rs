@@ -13,44 +13,44 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod amx_bf16;
 #[cfg(target_arch = "x86_64")]
+mod amx_block_max;
+#[cfg(target_arch = "x86_64")]
+mod amx_decode;
+#[cfg(target_arch = "x86_64")]
 mod amx_delta;
 #[cfg(target_arch = "x86_64")]
 mod amx_int8;
 #[cfg(target_arch = "x86_64")]
-mod amx_look;
+mod amx_pipelined;
 #[cfg(target_arch = "x86_64")]
-mod amx_rows;
-#[cfg(target_arch = "x86_64")]
-mod amx_strips;
-#[cfg(target_arch = "x86_64")]
-mod amx_woven;
+mod amx_store_output;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod band;
-mod coding;
+mod int8_codes;
 // Matrix units exist on x86-64 only: elsewhere their safe interfaces are compiled, but never used.
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-mod coming;
 mod define;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `coming`
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `prefetch`
 mod delta;
 #[cfg(target_arch = "x86_64")]
 mod dots;
 mod folds;
 mod int8;
 mod kernels;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `coming`
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `prefetch`
 mod matrix;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `coming`
-mod narrow;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `prefetch`
+mod matrix_bf16;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `prefetch`
+mod matrix_decode;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 pub(crate) mod packed;
 mod portable;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `coming`
-mod strips;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+mod prefetch;
 #[cfg(target_arch = "x86_64")]
 mod vector_int8;
 
@@ -59,18 +59,18 @@ pub(crate) use algorithms::{
     Ahead, ExpKind, GradArgs, INVERT, LaneProbe, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token,
 };
 pub(crate) use algorithms::{BAND, BAND_ROWS, BandOutput, BandSeen, BandWeights, PANEL};
-pub(crate) use algorithms::{Pass, Plane, Row, Term, bits, capped, copy, pass, turned};
-pub(crate) use coding::BYTES;
-pub(crate) use coming::{Coming, Share};
+pub(crate) use algorithms::{Pass, Plane, SimdElement, Term, bits, capped, copy, pass, turned};
 pub(crate) use delta::{DeltaGates, DeltaKernels, DeltaValues, HALF, SLICE, TOKENS};
 pub(crate) use int8::{Int8Kernels, Integers};
+pub(crate) use int8_codes::BYTES;
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, parts};
-pub(crate) use narrow::{
-    GradPanels, KEY_TILES, LANE_TILES, Place, RowsAt, STRIP_LANES, Seen, Square, TurnedRows, Woven, WovenBlock,
-    WovenTile,
+pub(crate) use matrix_bf16::{
+    BlockPosition, GradPanels, KEY_TILES, LANE_TILES, Pipelined, PipelinedBlock, PipelinedTile, RowsAt, STRIP_LANES,
+    Seen, Square, TurnedRows,
 };
-pub(crate) use strips::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax};
+pub(crate) use matrix_decode::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax, Strips};
+pub(crate) use prefetch::{Prefetch, Share};
 
 /// Whether vectors multiply bytes in fours.
 pub(crate) fn has_quads() -> bool {
@@ -80,7 +80,7 @@ pub(crate) fn has_quads() -> bool {
     false
 }
 
-/// A vector of f32 and what the kernels do with it.
+/// A vector of f32, and the operations that the kernels need.
 ///
 /// # Safety
 /// Every method may only be called where the CPU has the instruction set of the implementing type, and with

@@ -4,8 +4,8 @@ use super::Simd;
 use super::algorithms::{ExpKind, SoftmaxArgs, SoftmaxStats, begin, end, settle};
 use super::amx_bf16::turned;
 use super::avx512::Avx512;
-use super::coding::{self, BYTES, Coding};
 use super::int8::{Int8Kernels, Integers, Multiply, plain};
+use super::int8_codes::{self, BYTES, Coding};
 use super::matrix::SLOTS;
 use super::{amx_int8, dots};
 use fulgurite_core::exp::EXP2_POLY;
@@ -31,7 +31,7 @@ macro_rules! compiled {
     ($name:ident, ($($arg:ident: $type:ty),*) $(-> $result:ty)?) => {
         #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
         unsafe fn $name($($arg: $type),*) $(-> $result)? {
-            coding::$name($($arg),*)
+            int8_codes::$name($($arg),*)
         }
     };
 }
@@ -39,7 +39,7 @@ compiled!(add_row, (sums: &mut [f64], row: &[f32]));
 compiled!(size, (x: &[f32], mean: &[f32]) -> f32);
 compiled!(dot, (x: &[f32], y: &[f32]) -> f64);
 
-/// Like [`coding::encode`], but multiplies by the inverse of the scale: a division takes ten times as long. The
+/// Like [`int8_codes::encode`], but multiplies by the inverse of the scale: a division takes ten times as long. The
 /// division decides only if the product, whose error is at most 127 2^-22, is so near to a half that both could round
 /// differently.
 ///
@@ -51,11 +51,11 @@ unsafe fn encode(x: &[f32], mean: &[f32], scale: f32, to: &mut [i8]) {
     let inverse = 1.0 / scale;
     // A subnormal scale, or one whose inverse is.
     if !(scale.is_normal() && inverse.is_normal()) {
-        return coding::encode(x, mean, scale, to);
+        return int8_codes::encode(x, mean, scale, to);
     }
     let (by, inverse) = (_mm512_set1_ps(scale), _mm512_set1_ps(inverse));
     let (most, near) = (_mm512_set1_ps(127.0), _mm512_set1_ps(NEAR));
-    // Dword 4 v + l of the result is what packing left at 4 l + v.
+    // Packing leaves dword 4 v + l of the result in dword 4 l + v.
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for at in (0..x.len()).step_by(BYTES) {
         let mut codes = [_mm512_setzero_si512(); 4];

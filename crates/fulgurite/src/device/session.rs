@@ -8,8 +8,8 @@ use super::modules::{Modules, is_of};
 use super::tensors::{self, Misfit};
 use super::workspace::{WorkspaceGuard, Workspaces};
 use crate::{Error, Unsupported};
-use fulgurite_core::inputs::{check_o, lse_fits};
 use fulgurite_core::lru::Lru;
+use fulgurite_core::outputs::{check_o, lse_fits};
 use fulgurite_core::{DeviceId, GradientOutputs, Inputs, Place, Saved, TensorViewMut};
 use fulgurite_kernels::gemm::plan::{Gemm, Matrix};
 use fulgurite_kernels::operator::{

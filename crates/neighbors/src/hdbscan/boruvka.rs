@@ -1,7 +1,7 @@
 //! A minimum spanning tree of mutual reachability by Boruvka's rounds.
 //!
-//! What a point knows stays true: its nearest point outside its component is the same until the two are joined, and its
-//! next one is never nearer. So a round looks again only at points whose neighbour was joined and which could still
+//! The facts about a point stay true: its nearest point outside its component is the same until the two are joined,
+//! and its next one is never nearer. So a round looks again only at points whose neighbour was joined and which could still
 //! be the one through which their component grows.
 
 use super::TreeEdge;
@@ -79,7 +79,7 @@ impl Walk<'_> {
         squared.sqrt().max(self.cores[i]).max(self.cores[j])
     }
 
-    /// What the nearest few tell: no edge is shorter than the core distance, so one of that length is the shortest.
+    /// Edges to the nearest few points. No edge is shorter than the core distance, so one of that length is shortest.
     fn first_known(&self, i: usize, list: &[(f64, u32)]) -> Known {
         let mut known = Known { weight: f64::INFINITY, other: u32::MAX, least: self.cores[i] };
         for &(squared, j) in list {
@@ -150,7 +150,7 @@ impl Walk<'_> {
         out
     }
 
-    /// Where products overflowed: every point outside, in f64.
+    /// The exact search where products overflowed: every point outside, in f64.
     fn look_plainly(&self, i: u32, groups: &[f32]) -> Known {
         let own = i as usize;
         let mut known = Known { weight: f64::INFINITY, other: u32::MAX, least: f64::INFINITY };

@@ -44,7 +44,7 @@ pub struct HdbscanModel {
 }
 
 impl Hdbscan {
-    /// Clusters have at least so many points.
+    /// Settings for clusters of at least `min_cluster_size` points.
     pub fn new(min_cluster_size: usize) -> Hdbscan {
         Hdbscan { min_cluster_size, min_samples: None, allow_single_cluster: false, options: Options::default() }
     }

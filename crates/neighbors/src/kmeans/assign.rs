@@ -113,7 +113,7 @@ impl<'a> Assign<'a> {
         changed
     }
 
-    /// Sum of what [`far`](Self::far) says, in f64, in an order that depends on the rows alone.
+    /// Sum of the distances of [`far`](Self::far), in f64, in an order that depends on the rows alone.
     pub fn inertia(&self, points: Points<'_>, centroids: &[f32], labels: &[u32]) -> f64 {
         let mut total = 0.0;
         self.inertia_parts(points, centroids, labels, &mut total);

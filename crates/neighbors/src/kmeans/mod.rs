@@ -12,7 +12,7 @@ pub(crate) use assign::below;
 use fulgurite_cpu::scan::{Frame, Scanner};
 pub(crate) use update::{Update, sorted};
 
-/// Where the centroids begin.
+/// The choice of the first centroids.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub enum Init<'a> {
@@ -39,7 +39,7 @@ pub struct Progress {
     pub moved: f64,
 }
 
-/// How to cluster.
+/// Settings of k-means.
 ///
 /// ```
 /// use fulgurite_neighbors::{Error, KMeans, Points};
@@ -66,7 +66,7 @@ pub struct KMeans<'a> {
 }
 
 impl<'a> KMeans<'a> {
-    /// So many clusters; euclidean, k-means++, at most 300 steps.
+    /// Settings for this number of clusters: euclidean, k-means++, at most 300 steps.
     pub fn new(clusters: usize) -> KMeans<'a> {
         KMeans {
             clusters,
@@ -80,19 +80,19 @@ impl<'a> KMeans<'a> {
         }
     }
 
-    /// What is near. With [`Metric::Cosine`] centroids have length 1.
+    /// The metric. With [`Metric::Cosine`] centroids have length 1.
     pub fn metric(mut self, metric: Metric) -> Self {
         self.metric = metric;
         self
     }
 
-    /// Where the centroids begin.
+    /// The choice of the first centroids.
     pub fn init(mut self, init: Init<'a>) -> Self {
         self.init = init;
         self
     }
 
-    /// Decides what is drawn at random.
+    /// Seed of the random draws.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -104,7 +104,7 @@ impl<'a> KMeans<'a> {
         self
     }
 
-    /// Stop when the squares of what the centroids moved add up to no more than this times the mean variance of a
+    /// Stop when the squares of the centroids' moves add up to no more than this times the mean variance of a
     /// column. Steps also end when no label changes.
     pub fn tolerance(mut self, tolerance: f64) -> Self {
         self.tolerance = tolerance;
@@ -153,7 +153,7 @@ impl<'a> KMeans<'a> {
         Scanner::new(&self.options, precision(self.score_tolerance).0)
     }
 
-    /// Whether labels are looked at again where products may be wrong.
+    /// Whether labels are computed again in f64 where products may be wrong.
     fn exact(&self) -> bool {
         precision(self.score_tolerance).1
     }
@@ -212,7 +212,7 @@ impl<'a> KMeans<'a> {
     }
 }
 
-/// What a model needs to answer again.
+/// The part of a model that later queries need.
 struct Made {
     metric: Metric,
     exact: bool,
@@ -261,7 +261,7 @@ impl KMeansModel {
         &self.centroids
     }
 
-    /// How many there are.
+    /// Number of clusters.
     pub fn clusters(&self) -> usize {
         self.centroids.len() / self.d
     }

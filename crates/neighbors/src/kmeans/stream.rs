@@ -8,7 +8,7 @@ use crate::{Error, Metric, Points, RowSource};
 use fulgurite_core::random::Rng;
 use std::sync::mpsc;
 
-/// What two threads hand each other: rows from a number on.
+/// A message between two threads: rows, and the number of the first.
 type Filled = Result<(usize, Vec<f32>), Error>;
 
 /// Elements read at a time: a part of the second-level cache.
@@ -208,7 +208,7 @@ impl<'a> Parts<'a> {
         let (filled_in, filled) = mpsc::sync_channel::<Filled>(0);
         let (spare_in, spare) = mpsc::channel::<Vec<f32>>();
         self.spare.drain(..).for_each(|buffer| _ = spare_in.send(buffer));
-        // What is handed over belongs to this closure: where it ends early, the reader finds nobody and ends too.
+        // The closure owns its ends of the channels: if it returns early, the reader's calls fail, and the reader ends.
         std::thread::scope(move |scope| {
             let reader = scope.spawn(move || {
                 for first in (0..n).step_by(rows) {

@@ -262,25 +262,25 @@ pub(in crate::simd) unsafe fn band_output<S: Simd, const MR: usize, const NV: us
     unsafe {
         while row + MR <= last {
             args.ahead.ask::<S>();
-            rows::<S, MR, NV>(args, row, column);
+            output_rows::<S, MR, NV>(args, row, column);
             row += MR;
         }
         while row + 4 <= args.rows {
-            rows::<S, 4, NV>(args, row, column);
+            output_rows::<S, 4, NV>(args, row, column);
             row += 4;
         }
         while row + 2 <= args.rows {
-            rows::<S, 2, NV>(args, row, column);
+            output_rows::<S, 2, NV>(args, row, column);
             row += 2;
         }
         if row < args.rows {
-            rows::<S, 1, NV>(args, row, column);
+            output_rows::<S, 1, NV>(args, row, column);
         }
     }
 }
 
 #[inline(always)]
-unsafe fn rows<S: Simd, const MR: usize, const NV: usize>(args: &mut BandOutput<'_>, row: usize, column: usize) {
+unsafe fn output_rows<S: Simd, const MR: usize, const NV: usize>(args: &mut BandOutput<'_>, row: usize, column: usize) {
     // SAFETY: as for `band_output`; the table checked that both runs hold the keys that are seen.
     unsafe {
         let mut sums = [[S::splat(0.0); NV]; MR];

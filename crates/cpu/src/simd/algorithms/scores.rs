@@ -3,7 +3,7 @@
 //!
 //! Lanes are the outer loop, so that operands of lanes stay in registers from key to key.
 
-use super::Row;
+use super::SimdElement;
 use crate::simd::Simd;
 
 /// Rows of lanes, `stride` elements apart.
@@ -25,7 +25,7 @@ pub(crate) enum Term {
     Plane(Plane<*const f32>),
 }
 
-/// What is done with a score and a [`Term`].
+/// The operation on a score and a [`Term`].
 #[derive(Clone, Copy)]
 pub(crate) enum Pass {
     /// `scale a + sign b`
@@ -37,7 +37,7 @@ pub(crate) enum Pass {
 /// A second operand for one kind of [`Term`]. Methods instead of closures: these are inlined into functions that enable
 /// the instruction set.
 trait Operand<S: Simd>: Copy {
-    /// What stays in registers for a vector of lanes.
+    /// Values that stay in registers for a vector of lanes.
     type Held: Copy;
     unsafe fn hold(self, lane: usize, sign: S::V) -> Self::Held;
     unsafe fn at(self, held: Self::Held, key: usize, lane: usize, sign: S::V) -> S::V;
@@ -247,7 +247,7 @@ unsafe fn capped_with<S: Simd, const P: usize, const Q: usize>(
 /// # Safety
 /// As for [`Simd`]; every row has `keys` elements in `data`, and `out` has rows for `keys` rounded up to `LANES`.
 #[inline(always)]
-pub(crate) unsafe fn turned<S: Simd, T: Row>(
+pub(crate) unsafe fn turned<S: Simd, T: SimdElement>(
     data: *const T,
     starts: &[usize],
     descending: bool,
@@ -263,9 +263,9 @@ pub(crate) unsafe fn turned<S: Simd, T: Row>(
             for (lane, &start) in starts.iter().enumerate() {
                 let row = to.add(lane * room);
                 // Rows are far apart, which the hardware does not foresee: ask for the block after the next.
-                let coming = data.wrapping_add(start).wrapping_offset(if descending { -2 } else { 2 } * room as isize);
-                S::prefetch(coming.cast());
-                S::prefetch(coming.wrapping_add(room / 2).cast());
+                let ahead = data.wrapping_add(start).wrapping_offset(if descending { -2 } else { 2 } * room as isize);
+                S::prefetch(ahead.cast());
+                S::prefetch(ahead.wrapping_add(room / 2).cast());
                 if descending {
                     copy::<S, T>(data.add(start + 1 - keys), row, keys);
                     std::slice::from_raw_parts_mut(row, keys).reverse();
@@ -285,7 +285,7 @@ pub(crate) unsafe fn turned<S: Simd, T: Row>(
 /// # Safety
 /// As for [`Simd`], with `n` elements on both sides.
 #[inline(always)]
-pub(crate) unsafe fn copy<S: Simd, T: Row>(src: *const T, dst: *mut f32, n: usize) {
+pub(crate) unsafe fn copy<S: Simd, T: SimdElement>(src: *const T, dst: *mut f32, n: usize) {
     // SAFETY: inside the extents (caller).
     unsafe {
         let whole = n - n % S::LANES;

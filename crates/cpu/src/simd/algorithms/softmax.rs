@@ -30,7 +30,7 @@ pub(crate) struct SoftmaxArgs<'a> {
     /// First key of each lane, and one past the last, if its vector's `inner` is smaller than its range.
     pub lo: &'a [f32],
     pub hi: &'a [f32],
-    /// Running maximum and sum of each lane, and the factor for what was accumulated before.
+    /// Running maximum and sum of each lane, and the factor of earlier sums.
     pub m: &'a mut [f32],
     pub l: &'a mut [f32],
     pub alpha: &'a mut [f32],
@@ -127,7 +127,7 @@ pub(in crate::simd) struct Begun<S: Simd> {
     trust: bool,
 }
 
-/// Hides what lanes of vector `z` do not see, and settles their maximum; `None` if that was all.
+/// Hides keys that lanes of vector `z` do not see, and settles their maximum; `None` if nothing is left to do.
 ///
 /// # Safety
 /// As for [`softmax`].

@@ -51,8 +51,8 @@ impl Panel {
     pub fn width(self) -> usize {
         (self.bytes() * self.bits.per_byte()).next_multiple_of(32)
     }
-    /// The place of a channel in the order of planes.
-    pub fn place(self, channel: usize) -> usize {
+    /// The index of a channel in the order of planes.
+    pub fn plane_index(self, channel: usize) -> usize {
         let per = self.bits.per_byte();
         channel % per * self.bytes() + channel / per
     }
@@ -77,7 +77,7 @@ impl Panel {
         for (to, from) in [(steps, &tile.steps), (zeros, &tile.zeros)] {
             let first = to.len();
             to.resize(first + self.width(), 0);
-            from.iter().enumerate().for_each(|(c, &x)| to[first + self.place(c)] = x);
+            from.iter().enumerate().for_each(|(c, &x)| to[first + self.plane_index(c)] = x);
         }
     }
 
@@ -88,7 +88,7 @@ impl Panel {
             let (line, at) = self.at(i / row, i % row);
             lines[line].0[at]
         };
-        let back = |from: &[i8]| (0..self.dim).map(|c| from[self.place(c)]).collect();
+        let back = |from: &[i8]| (0..self.dim).map(|c| from[self.plane_index(c)]).collect();
         Stage2 {
             bits: self.bits,
             tokens: TILE,
@@ -242,7 +242,7 @@ mod tests {
             let q: Vec<Vec<i8>> = (0..n).map(|_| bytes(&mut rng, dim, 127)).collect();
             let in_planes = |q: &Vec<i8>| {
                 let mut out = vec![0i16; panel.width()];
-                q.iter().enumerate().for_each(|(c, &x)| out[panel.place(c)] = i16::from(x));
+                q.iter().enumerate().for_each(|(c, &x)| out[panel.plane_index(c)] = i16::from(x));
                 out
             };
             let planes: Vec<Vec<i16>> = q.iter().map(in_planes).collect();
@@ -265,7 +265,11 @@ mod tests {
                 for (i, c) in (0..n).flat_map(|i| (0..dim).map(move |c| (i, c))) {
                     let products = (0..TILE).map(|t| i32::from(codes[t * dim + c]) * i32::from(weights[i][t]));
                     let want = 1 + products.sum::<i32>();
-                    assert_eq!(o[i][panel.place(c)], want as f32, "{own:?} {bits:?} {dim}: query {i} channel {c}");
+                    assert_eq!(
+                        o[i][panel.plane_index(c)],
+                        want as f32,
+                        "{own:?} {bits:?} {dim}: query {i} channel {c}"
+                    );
                 }
             }
         }

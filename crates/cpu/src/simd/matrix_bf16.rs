@@ -24,18 +24,18 @@ impl GradPanels<'_> {
     pub const ROOM: usize = 2 * KEY_TILES * LANE_TILES * SLOTS;
 }
 
-/// Lanes that the woven kernel takes at a time: half a tile.
+/// Lanes that the pipelined kernel takes at a time: half a tile.
 pub(crate) const STRIP_LANES: usize = 2 * GROUP;
 
 /// Blocks of keys for tiles of 64 lanes, which see all keys from a block on up to ends of their own, against maxima that are
 /// trusted. The order: tile by tile, of each all blocks of the first strip, then those of the second.
-pub(crate) struct Woven<'a, 't> {
-    pub blocks: &'a [WovenBlock<'a>],
+pub(crate) struct Pipelined<'a, 't> {
+    pub blocks: &'a [PipelinedBlock<'a>],
     /// The first key.
     pub origin: usize,
-    pub tiles: &'a mut [WovenTile<'t>],
-    /// The place to start.
-    pub first: Place,
+    pub tiles: &'a mut [PipelinedTile<'t>],
+    /// The block to start with.
+    pub first: BlockPosition,
     /// The factor that converts a score to a power of two.
     pub log2_e: f32,
     /// The largest sum of a block that still trusts its maximum.
@@ -55,14 +55,14 @@ pub(crate) struct Square<'a> {
     pub s: &'a mut [f32],
 }
 
-pub(super) type Look = unsafe fn([*const f32; 2], *mut f32, &mut Seen<'_>) -> [bool; 2];
+pub(super) type BlockMaxKernel = unsafe fn([*const f32; 2], *mut f32, &mut Seen<'_>) -> [bool; 2];
 
-/// Scratch of [`MatrixKernels::look`], in f32.
-pub(super) const LOOK_ROOM: usize = 8 * SLOTS;
+/// Scratch of [`MatrixKernels::block_max`], in f32.
+pub(super) const BLOCK_MAX_ROOM: usize = 8 * SLOTS;
 
-/// What 64 lanes have seen, in units of scores.
+/// The maxima of 64 lanes, in units of scores.
 pub(crate) struct Seen<'a> {
-    /// The largest score so far, and what sums are relative to.
+    /// The largest score so far, and the reference of the sums.
     pub top: &'a mut [f32],
     pub m: &'a [f32],
     /// How far a score may be below the largest (negative); `near`: above the reference.
@@ -72,15 +72,15 @@ pub(crate) struct Seen<'a> {
 
 /// Panels of a block of keys and values, the values 0 past the last key.
 #[derive(Clone, Copy)]
-pub(crate) struct WovenBlock<'a> {
+pub(crate) struct PipelinedBlock<'a> {
     pub k: &'a [f32],
     pub v: &'a [f32],
-    /// Whether all values are finite: others are not for the woven kernel.
+    /// Whether all values are finite: others are not for the pipelined kernel.
     pub finite: bool,
 }
 
 /// A tile and how far it came.
-pub(crate) struct WovenTile<'a> {
+pub(crate) struct PipelinedTile<'a> {
     pub q: &'a [f32],
     /// `[column][lane]`.
     pub o: &'a mut [f32],
@@ -97,30 +97,35 @@ pub(crate) struct WovenTile<'a> {
 
 /// A block of one strip of a tile; `None` means the strip's first block.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct BlockPosition {
     pub tile: usize,
     pub strip: usize,
     pub block: Option<usize>,
 }
 
-pub(super) type Weave = unsafe fn(&mut Woven<'_, '_>, &mut [Ahead; 2]) -> Option<Place>;
+pub(super) type PipelineKernel = unsafe fn(&mut Pipelined<'_, '_>, &mut [Ahead; 2]) -> Option<BlockPosition>;
 
 impl MatrixKernels {
-    /// The woven kernels for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
+    /// The pipelined kernels for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
     /// are any.
-    fn weaver(&self, [block, d, dv]: [usize; 3]) -> Option<(Weave, Look)> {
+    fn pipeline_kernels(&self, [block, d, dv]: [usize; 3]) -> Option<(PipelineKernel, BlockMaxKernel)> {
         let which = [[KEY_TILES, 2, 4], [KEY_TILES, 4, 8]].iter().position(|&own| own == [block, d, dv])?;
-        self.weave.zip(self.look).map(|(weave, look)| (weave[which], look[which]))
+        self.pipeline.zip(self.block_max).map(|(pipeline, block_max)| (pipeline[which], block_max[which]))
     }
 
-    /// Whether [`weave`](Self::weave) serves blocks of these sizes, all in tiles or groups of 16 columns.
-    pub fn weaves(&self, sizes: [usize; 3]) -> bool {
-        self.weaver(sizes).is_some()
+    /// Whether [`pipeline`](Self::pipeline) serves blocks of these sizes, all in tiles or groups of 16 columns.
+    pub fn has_pipeline(&self, sizes: [usize; 3]) -> bool {
+        self.pipeline_kernels(sizes).is_some()
     }
 
     /// Softmax and both products of all blocks, up to one that is not for it, which is returned.
-    pub fn weave(&self, args: &mut Woven<'_, '_>, sizes: [usize; 3], ahead: &mut [Ahead; 2]) -> Option<Place> {
-        let (kernel, _) = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+    pub fn pipeline(
+        &self,
+        args: &mut Pipelined<'_, '_>,
+        sizes: [usize; 3],
+        ahead: &mut [Ahead; 2],
+    ) -> Option<BlockPosition> {
+        let (kernel, _) = self.pipeline_kernels(sizes).expect("bug in fulgurite: no such pipelined kernel");
         let ([block, d, dv], groups) = (sizes, 2 * STRIP_LANES / GROUP);
         let [k, v] = [Panels::room(block * DEPTH / GROUP, d, 1), Panels::room(dv, block, 1)];
         assert!(args.blocks.iter().all(|own| own.k.len() >= k && own.v.len() >= v), "panels of a block");
@@ -140,11 +145,14 @@ impl MatrixKernels {
 
     /// Looks at the scores of a block of keys of such sizes, from its panels and those of 64 queries; `s` is scratch. Whether
     /// some lane has one within its limit, and whether all are near the references. Scores that are NaN count for nothing.
-    pub fn look(&self, [k, q]: [&[f32]; 2], sizes: [usize; 3], s: &mut [f32], seen: &mut Seen<'_>) -> [bool; 2] {
-        let (_, kernel) = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+    pub fn block_max(&self, [k, q]: [&[f32]; 2], sizes: [usize; 3], s: &mut [f32], seen: &mut Seen<'_>) -> [bool; 2] {
+        let (_, kernel) = self.pipeline_kernels(sizes).expect("bug in fulgurite: no such pipelined kernel");
         let [block, d, _] = sizes;
         assert!(k.len() >= Panels::room(block * DEPTH / GROUP, d, 1), "panels of a block");
-        assert!(q.len() >= Panels::room(2 * STRIP_LANES / GROUP, d, 1) && s.len() >= LOOK_ROOM, "panels of queries");
+        assert!(
+            q.len() >= Panels::room(2 * STRIP_LANES / GROUP, d, 1) && s.len() >= BLOCK_MAX_ROOM,
+            "panels of queries"
+        );
         assert!(seen.top.len().min(seen.m.len()) >= 2 * STRIP_LANES, "lane arrays too small");
         // SAFETY: the machine has the unit, and the extents were just checked.
         unsafe { kernel([k.as_ptr(), q.as_ptr()], s.as_mut_ptr(), seen) }
@@ -154,7 +162,7 @@ impl MatrixKernels {
 type At = unsafe fn(*const bf16, &[usize], usize, *mut f32, usize);
 
 /// Entry points, as in [`MatrixKernels`](super::MatrixKernels).
-pub(crate) struct NarrowKernels {
+pub(crate) struct Bf16Kernels {
     pub(super) copy_at: At,
     pub(super) turn_at: At,
     pub(super) pair_at: At,
@@ -193,7 +201,7 @@ pub(crate) struct TurnedRows<'a> {
     pub past: bool,
 }
 
-impl NarrowKernels {
+impl Bf16Kernels {
     /// Rounds rows to bf16 and writes them; where `past` asks for it, before other threads read them,
     /// [`Kernels::fence`](super::Kernels::fence).
     ///
@@ -207,15 +215,15 @@ impl NarrowKernels {
         unsafe { (self.store)(rows, to) }
     }
 
-    /// Rows of A, neighbours in a slot, `depth` tiles a group; what is missing is zero.
+    /// Rows of A, neighbours in a slot, `depth` tiles a group; missing elements are zero.
     pub fn copy(&self, rows: RowsAt<'_>, to: &mut [f32], depth: usize) {
         self.pack(self.copy_at, rows, to, [rows.starts.len().div_ceil(GROUP), depth], rows.n <= depth * DEPTH);
     }
-    /// Columns of B, neighbours in a slot, `depth` tiles a group; what is missing is zero.
+    /// Columns of B, neighbours in a slot, `depth` tiles a group; missing elements are zero.
     pub fn turn(&self, rows: RowsAt<'_>, to: &mut [f32], depth: usize) {
         self.pack(self.turn_at, rows, to, [rows.starts.len().div_ceil(GROUP), depth], rows.n <= depth * DEPTH);
     }
-    /// The summed axis of B, `depth` tiles of rows for each group of columns; what is missing is zero.
+    /// The summed axis of B, `depth` tiles of rows for each group of columns; missing elements are zero.
     pub fn pair(&self, rows: RowsAt<'_>, to: &mut [f32], depth: usize) {
         self.pack(self.pair_at, rows, to, [rows.n.div_ceil(GROUP), depth], rows.starts.len() <= depth * DEPTH);
     }
@@ -306,7 +314,7 @@ mod tests {
     use fulgurite_core::DType;
     use fulgurite_core::random::Rng;
 
-    /// Woven or one after the other: the same bits, also from the middle on, up to a block that is not for the woven
+    /// Pipelined or one after the other: the same bits, also from the middle on, up to a block that is not for the pipelined
     /// kernel, and where lanes end inside a block.
     #[test]
     fn woven_blocks_have_the_bits_of_single_steps() {
@@ -340,7 +348,7 @@ mod tests {
                     let (k, own) = (Panels::new(k, d, 1), Panels::new(&q[tile], d, 1));
                     let to = MatrixMut::at(&mut s, lanes, 0, 0);
                     unit.multiply(to, k, own, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, none);
-                    // What a look finds: every lane's largest score, beside ones of before that are larger but in one lane.
+                    // The result of `block_max`: every lane's largest score, beside ones of before that are larger but in one lane.
                     let largest: [f32; 64] =
                         std::array::from_fn(|lane| s.iter().skip(lane).step_by(lanes).fold(f32::MIN, |a, &b| a.max(b)));
                     for (lane, by, above, found) in [
@@ -352,8 +360,8 @@ mod tests {
                         let (mut top, mut m) = (largest.map(|x| x + 3.0), largest);
                         (top[lane], m[lane]) = (largest[lane] + by, largest[lane] - above);
                         let seen = &mut Seen { top: &mut top, m: &m, limit: -2.0, near: 1.0 };
-                        let (panels, mut room) = ([&blocks[b][0][..], &q[tile]], vec![f32::NAN; LOOK_ROOM]);
-                        assert_eq!(unit.look(panels, [KEY_TILES, d, dv], &mut room, seen), found, "lane {lane}");
+                        let (panels, mut room) = ([&blocks[b][0][..], &q[tile]], vec![f32::NAN; BLOCK_MAX_ROOM]);
+                        assert_eq!(unit.block_max(panels, [KEY_TILES, d, dv], &mut room, seen), found, "lane {lane}");
                         assert!(top[lane] == largest[lane].max(largest[lane] + by), "lane {lane} at {d} tiles");
                     }
                     let own: [usize; 64] = ends[tile].map(|end| end.saturating_sub(b * keys).min(keys));
@@ -375,7 +383,7 @@ mod tests {
                         scale,
                     };
                     weights.fill(0.0);
-                    unit.narrow.softmax(&mut args, &mut weights, KEY_TILES, None);
+                    unit.bf16.softmax(&mut args, &mut weights, KEY_TILES, None);
                     let (v, p) = (Panels::new(v, KEY_TILES, 1), Panels::new(&weights, KEY_TILES, 1));
                     let (to, size) = (MatrixMut::at(o, lanes, 0, 0), [dv, lanes / GROUP, KEY_TILES]);
                     unit.multiply(to, v, p, size, Sum::Onto, none);
@@ -383,28 +391,29 @@ mod tests {
             }
             let mut got = [fresh(), fresh()];
             weights.fill(f32::NAN);
-            let mut weave = |first: Place, limit: f32, odd: f32, finite: [bool; 3]| {
+            let mut pipeline = |first: BlockPosition, limit: f32, odd: f32, finite: [bool; 3]| {
                 let hi = ends.map(|ends| ends.map(|end| (origin + end) as i32));
                 let mut tiles = Vec::new();
                 for (((o, m, l), begin), (q, hi)) in got.iter_mut().zip(begins).zip(q.iter().zip(&hi)) {
                     m[40] = odd;
-                    tiles.push(WovenTile { q, o, m, l, hi, begin, hidden: &[] });
+                    tiles.push(PipelinedTile { q, o, m, l, hi, begin, hidden: &[] });
                 }
-                let own = blocks.iter().zip(finite).map(|([k, v], finite)| WovenBlock { k, v, finite });
-                let blocks: Vec<WovenBlock<'_>> = own.collect();
+                let own = blocks.iter().zip(finite).map(|([k, v], finite)| PipelinedBlock { k, v, finite });
+                let blocks: Vec<PipelinedBlock<'_>> = own.collect();
                 let log2_e = std::f32::consts::LOG2_E * scale;
                 let (s, weights) = (&mut s[..], &mut weights[..]);
                 let tiles = &mut tiles[..];
-                let mut args = Woven { blocks: &blocks, origin, tiles, first, log2_e, limit, s, weights, modify: None };
-                unit.weave(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2])
+                let mut args =
+                    Pipelined { blocks: &blocks, origin, tiles, first, log2_e, limit, s, weights, modify: None };
+                unit.pipeline(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2])
             };
-            let place = |tile, strip, block| Place { tile, strip, block: Some(block) };
+            let place = |tile, strip, block| BlockPosition { tile, strip, block: Some(block) };
             let all = [true; 3];
             // Sums of a strip beyond any limit stop it before they are added; so do maxima too large, and values.
-            assert_eq!(weave(Place::default(), 0.0, 1.0, all), Some(place(0, 0, 1)));
-            assert_eq!(weave(Place::default(), f32::MAX, 1e4, all), Some(place(0, 1, 1)));
-            assert_eq!(weave(place(0, 1, 1), f32::MAX, 1.0, [true, true, false]), Some(place(0, 1, 2)));
-            assert_eq!(weave(place(0, 1, 2), f32::MAX, 1.0, all), None);
+            assert_eq!(pipeline(BlockPosition::default(), 0.0, 1.0, all), Some(place(0, 0, 1)));
+            assert_eq!(pipeline(BlockPosition::default(), f32::MAX, 1e4, all), Some(place(0, 1, 1)));
+            assert_eq!(pipeline(place(0, 1, 1), f32::MAX, 1.0, [true, true, false]), Some(place(0, 1, 2)));
+            assert_eq!(pipeline(place(0, 1, 2), f32::MAX, 1.0, all), None);
             for (tile, (want, got)) in want.iter().zip(&got).enumerate() {
                 assert!(want.2 == got.2, "sums of tile {tile} at {d} tiles");
                 assert!(want.0 == got.0, "outputs of tile {tile} at {d} tiles");
@@ -431,20 +440,20 @@ mod tests {
         let (mut o, mut m, mut l) = (vec![0.0f32; dv * GROUP * 64], [f32::NEG_INFINITY; 64], [0.0f32; 64]);
         m[5] = 70.0;
         let hi: [i32; 64] = std::array::from_fn(|lane| if lane == 0 { 3 } else { 128 });
-        let tile = WovenTile { q: &q, o: &mut o, m: &mut m, l: &mut l, hi: &hi, begin: 0, hidden: &[] };
+        let tile = PipelinedTile { q: &q, o: &mut o, m: &mut m, l: &mut l, hi: &hi, begin: 0, hidden: &[] };
         let (mut s, mut weights) = (vec![f32::NAN; 2 * DEPTH * STRIP_LANES], vec![f32::NAN; Panels::room(4, 4, 1)]);
-        let mut args = Woven {
-            blocks: &[WovenBlock { k: &k, v: &v, finite: true }],
+        let mut args = Pipelined {
+            blocks: &[PipelinedBlock { k: &k, v: &v, finite: true }],
             origin: 0,
             tiles: &mut [tile],
-            first: Place::default(),
+            first: BlockPosition::default(),
             log2_e: 0.01,
             limit: f32::MAX,
             s: &mut s,
             weights: &mut weights,
             modify: None,
         };
-        assert_eq!(unit.weave(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2]), None);
+        assert_eq!(unit.pipeline(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2]), None);
         assert_eq!([m[0], m[1], m[5], m[63]], [64.0, 128.0, 70.0, 128.0]);
         assert_eq!(l[0], 3.0);
         assert!(o.iter().zip((0..64).cycle()).all(|(x, lane)| lane != 0 || *x == 3.0));

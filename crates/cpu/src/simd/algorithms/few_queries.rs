@@ -1,8 +1,8 @@
 //! Few queries against many keys, read in place: vectors run along the head dimension.
 
-use super::rows::Row;
+use super::elements::SimdElement;
 use crate::simd::Simd;
-use crate::simd::coming::{Coming, LINE};
+use crate::simd::prefetch::{LINE, Prefetch};
 
 /// Elements that [`dots`] and [`combine`] read in pair order: whole groups of four vectors.
 pub(in crate::simd) const fn paired(d: usize, lanes: usize) -> usize {
@@ -32,14 +32,14 @@ impl FewRows {
 /// # Safety
 /// As for [`Simd`]: K rows of `d` elements, `row` apart, at `k`; `d` elements at each of `q`.
 #[inline(always)]
-pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usize>(
+pub(in crate::simd) unsafe fn dots<S: Simd, T: SimdElement, const R: usize, const K: usize>(
     s: [*mut f32; R],
     stride: usize,
     q: [*const f32; R],
     k: *const T,
     row: usize,
     d: usize,
-    coming: &mut Coming,
+    prefetch: &mut Prefetch,
 ) {
     // SAFETY: inside the extents.
     unsafe {
@@ -52,7 +52,7 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usi
                 *x = (S::load(at), S::load(at.add(S::LANES)));
             }
             // Prefetch as many lines as are read.
-            coming.ask::<S>((K * 2 * S::LANES * size_of::<T>()).div_ceil(LINE));
+            prefetch.ask::<S>((K * 2 * S::LANES * size_of::<T>()).div_ceil(LINE));
             for (j, sum) in sums.iter_mut().enumerate() {
                 let (a, b) = T::pair::<S>(k.add(j * row + i));
                 for r in 0..R {
@@ -98,14 +98,14 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usi
 /// # Safety
 /// As for [`Simd`]: `keys` rows of at least `V * LANES` elements, `row` apart, at `v`.
 #[inline(always)]
-pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: usize>(
+pub(in crate::simd) unsafe fn combine<S: Simd, T: SimdElement, const R: usize, const V: usize>(
     o: [*mut f32; R],
     p: [*const f32; R],
     stride: usize,
     v: *const T,
     row: usize,
     keys: usize,
-    coming: &mut Coming,
+    prefetch: &mut Prefetch,
 ) {
     // SAFETY: inside the extents.
     unsafe {
@@ -120,7 +120,7 @@ pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: 
             if V == 1 {
                 values[0] = T::vector::<S>(v.add(j * row));
             } else {
-                coming.ask::<S>((V * S::LANES * size_of::<T>()).div_ceil(LINE));
+                prefetch.ask::<S>((V * S::LANES * size_of::<T>()).div_ceil(LINE));
                 for z in 0..V / 2 {
                     (values[2 * z], values[2 * z + 1]) = T::pair::<S>(v.add(j * row + 2 * z * S::LANES));
                 }

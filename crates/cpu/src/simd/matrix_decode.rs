@@ -6,10 +6,10 @@
 //! are rounded to bf16, as with many queries.
 
 use super::algorithms::SoftmaxStats;
-use super::coming::Coming;
 use super::kernels::{Strided, extent};
 use super::matrix::{DEPTH, GROUP, Hold};
-use super::narrow::RowsAt;
+use super::matrix_bf16::RowsAt;
+use super::prefetch::Prefetch;
 use half::bf16;
 
 /// Keys of a strip: two tiles of keys or values.
@@ -53,7 +53,7 @@ pub(crate) struct StripSoftmax<'a> {
     /// How far, in powers of two, a score may exceed the maximum without raising it.
     pub tau: f32,
     /// Memory to prefetch in the meantime.
-    pub coming: Coming,
+    pub prefetch: Prefetch,
 }
 
 /// The probes of the rows of a strip.
@@ -75,13 +75,13 @@ pub(crate) struct StripKernels {
     /// By rows of queries and their columns.
     pub(super) hold: fn([usize; 2]) -> Hold,
     /// Queries, their columns, first key, stride between keys, d, scores, memory to prefetch.
-    pub(super) scores: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
+    pub(super) scores: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Prefetch),
     /// Rows of queries, all rows of the tile, and columns.
     pub(super) softmax: unsafe fn(&mut StripSoftmax<'_>, [usize; 3]) -> SoftmaxStats,
     /// Rows of queries, all rows of the tile, and columns.
     pub(super) probe: unsafe fn(&mut StripProbe<'_>, [usize; 3]),
     /// Weights, rows, first value, stride between values, columns of O, O, memory to prefetch.
-    pub(super) output: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
+    pub(super) output: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Prefetch),
 }
 
 /// The unit of one thread, configured for strips of this many rows.
@@ -144,7 +144,7 @@ impl StripKernels {
         l[row..].iter().step_by(columns(rows)).sum()
     }
 
-    /// Writes what [`Strips::output`] has summed as rows of `dv` elements, in the pair order of 16 lanes.
+    /// Writes the sums of [`Strips::output`] as rows of `dv` elements, in the pair order of 16 lanes.
     pub fn rows_of(o: &[f32], rows: usize, dv: usize, to: &mut [f32]) {
         for (i, slots) in o.chunks_exact(GROUP).enumerate() {
             // In each 32 columns, first the even ones of all rows, then the odd ones.
@@ -173,13 +173,13 @@ fn columns(rows: usize) -> usize {
 
 impl Strips {
     /// The scores of a strip, without the scale.
-    pub fn scores(&self, q: &[f32], keys: StripRows<'_>, s: &mut [f32], coming: Coming) {
+    pub fn scores(&self, q: &[f32], keys: StripRows<'_>, s: &mut [f32], prefetch: Prefetch) {
         assert!(keys.n.is_multiple_of(DEPTH) && keys.n > 0, "whole tiles");
         assert!(q.len() >= StripKernels::queries_room(self.rows, keys.n), "too small");
         assert!(s.len() >= StripKernels::scores_room(self.rows), "too small");
         let (q, columns, s) = (q.as_ptr(), columns(self.rows), s.as_mut_ptr());
         // SAFETY: the machine has the unit, shaped for these rows, and the extents were just checked.
-        unsafe { (self.kernels.scores)(q, columns, keys.start(), keys.row, keys.n, s, coming) }
+        unsafe { (self.kernels.scores)(q, columns, keys.start(), keys.row, keys.n, s, prefetch) }
     }
 
     /// Scores to weights.
@@ -202,12 +202,12 @@ impl Strips {
     }
 
     /// O += P V with the weights of [`softmax`](Self::softmax).
-    pub fn output(&self, weights: &[f32], values: StripRows<'_>, o: &mut [f32], coming: Coming) {
+    pub fn output(&self, weights: &[f32], values: StripRows<'_>, o: &mut [f32], prefetch: Prefetch) {
         assert!(values.n.is_multiple_of(DEPTH) && values.n > 0, "whole tiles");
         assert!(weights.len() >= StripKernels::weights_room(self.rows), "too small");
         assert!(o.len() >= StripKernels::output_room(self.rows, values.n), "too small");
         let (p, o) = (weights.as_ptr(), o.as_mut_ptr());
         // SAFETY: the machine has the unit, shaped for these rows, and the extents were just checked.
-        unsafe { (self.kernels.output)(p, self.rows, values.start(), values.row, values.n, o, coming) }
+        unsafe { (self.kernels.output)(p, self.rows, values.start(), values.row, values.n, o, prefetch) }
     }
 }

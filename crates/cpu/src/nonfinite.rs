@@ -62,7 +62,7 @@ impl Context<'_> {
         row: &mut [f32],
         mut visit: impl FnMut(usize, &[f32], bool),
     ) {
-        let rows = self.key_rows(view.strides(), &self.bound.sequences()[tile.sequence]);
+        let rows = self.key_layout(view.strides(), &self.bound.sequences()[tile.sequence]);
         let head = tile.head / self.problem.group();
         for key in keys {
             let finite = self.kernels.widen(&view.data(), rows.at(key, head), row);

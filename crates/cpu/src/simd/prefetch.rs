@@ -11,18 +11,18 @@ pub(super) const LINE: usize = 64;
 /// Memory that will be read soon: equal streams at a fixed distance. Kernels prefetch a line of each in turn, about as
 /// many as they read themselves, so that bursts do not stall them and memory stays busy.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Coming {
+pub(crate) struct Prefetch {
     at: *const u8,
     apart: usize,
     turn: usize,
     lines: usize,
 }
 
-impl Coming {
+impl Prefetch {
     /// Nothing worth asking for: a line that is near already.
-    pub const NOTHING: Coming = {
+    pub const NOTHING: Prefetch = {
         static NEAR: [u8; LINE] = [0; LINE];
-        Coming { at: NEAR.as_ptr(), apart: 0, turn: 0, lines: 0 }
+        Prefetch { at: NEAR.as_ptr(), apart: 0, turn: 0, lines: 0 }
     };
 
     /// The first line, and the distance between streams in bytes; 0 if there is nothing.
@@ -81,12 +81,12 @@ impl Share {
     /// This share of the rows of `[keys, n]` elements, for `[head, heads]`. If all heads of a key are adjacent, a
     /// stream is a quarter of the keys of all heads, and every head prefetches what earlier heads left; otherwise each
     /// prefetches its own.
-    pub fn of(self, rows: &Strided<'_>, [keys, n]: [usize; 2], [head, heads]: [usize; 2]) -> Coming {
+    pub fn of(self, rows: &Strided<'_>, [keys, n]: [usize; 2], [head, heads]: [usize; 2]) -> Prefetch {
         let (data, size) = match rows.data {
             Data::F32(x) => (x.as_ptr().cast::<u8>(), 4),
             Data::F16(x) => (x.as_ptr().cast(), 2),
             Data::Bf16(x) => (x.as_ptr().cast(), 2),
-            _ => return Coming::NOTHING,
+            _ => return Prefetch::NOTHING,
         };
         let stream = keys * n * size / STREAMS;
         let (before, own) = (self.from * stream / 16, (self.to - self.from) * stream / 16);
@@ -94,8 +94,8 @@ impl Share {
         let lines = STREAMS * own.div_ceil(LINE);
         if rows.row == heads * n {
             let at = start.wrapping_sub(head * n * size).wrapping_add(heads * before + head * own);
-            return Coming { at, apart: heads * stream, turn: 0, lines };
+            return Prefetch { at, apart: heads * stream, turn: 0, lines };
         }
-        Coming { at: start.wrapping_add(before), apart: stream, turn: 0, lines }
+        Prefetch { at: start.wrapping_add(before), apart: stream, turn: 0, lines }
     }
 }

@@ -3,7 +3,7 @@
 use crate::simd::Simd;
 
 /// The bits of a row's element type.
-pub(crate) trait Row: Copy {
+pub(crate) trait SimdElement: Copy {
     /// # Safety
     /// As for [`Simd`], with LANES elements at `p`.
     unsafe fn vector<S: Simd>(p: *const Self) -> S::V;
@@ -19,7 +19,7 @@ pub(crate) trait Row: Copy {
     fn one(self) -> f32;
 }
 
-impl Row for f32 {
+impl SimdElement for f32 {
     #[inline(always)]
     unsafe fn vector<S: Simd>(p: *const f32) -> S::V {
         // SAFETY: passed on.
@@ -31,7 +31,7 @@ impl Row for f32 {
     }
 }
 
-impl Row for half::f16 {
+impl SimdElement for half::f16 {
     #[inline(always)]
     unsafe fn vector<S: Simd>(p: *const half::f16) -> S::V {
         // SAFETY: passed on; f16 is a transparent u16.
@@ -43,7 +43,7 @@ impl Row for half::f16 {
     }
 }
 
-impl Row for half::bf16 {
+impl SimdElement for half::bf16 {
     #[inline(always)]
     unsafe fn vector<S: Simd>(p: *const half::bf16) -> S::V {
         // SAFETY: passed on; bf16 is a transparent u16.
@@ -65,7 +65,7 @@ impl Row for half::bf16 {
 /// # Safety
 /// As for [`Simd`], with `n` elements on both sides.
 #[inline(always)]
-pub(in crate::simd) unsafe fn widen<S: Simd, T: Row>(src: *const T, dst: *mut f32, n: usize) -> bool {
+pub(in crate::simd) unsafe fn widen<S: Simd, T: SimdElement>(src: *const T, dst: *mut f32, n: usize) -> bool {
     // SAFETY: inside the extents.
     unsafe {
         // x * 0 is 0 for finite x and NaN for the others.

@@ -1,6 +1,6 @@
 //! Per-row data of backward that are known before the keys: LSE and D, and what follows from them alone.
 
-use super::{on_tiles, pairs};
+use super::{on_matrix_unit, pairs};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::ExpKind;
@@ -62,7 +62,7 @@ impl Stats {
         self.inverse = vec![1.0; self.lse.len()];
         let (lse, inverse) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.inverse));
         crate::forward::sums(cx, threads, &|tile, lane, [m, l]| {
-            let (q, head) = cx.row(tile, lane);
+            let (q, head) = cx.query_and_head(tile, lane);
             let at = table.at(cx, tile.sequence, head, q);
             // SAFETY: each row belongs to one tile.
             let (lse, inverse) = unsafe { (&mut lse.row(at, 1)[0], &mut inverse.row(at, 1)[0]) };
@@ -80,22 +80,22 @@ impl Stats {
         let (lse_out, delta_out) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.delta));
         let pairs: Vec<(usize, usize)> = pairs(cx).collect();
         let size = cx.kernels.tile * cx.dv_pad;
-        let unit = on_tiles::unit(cx);
+        let unit = on_matrix_unit::unit(cx);
         pool::run(threads, pairs.len(), &|i| {
             with_workspace(3 * Arena::room(size), |workspace| {
                 let mut arena = Arena::new(workspace);
                 let [rows, o, d_o] = [size; 3].map(|n| arena.take(n));
                 let s = &cx.bound.sequences()[pairs[i].0];
-                let lse_rows = cx.bound.lse_rows(saved.lse.strides(), s);
-                let d_lse_rows = saved.d_lse.map(|d| (d, cx.bound.lse_rows(d.strides(), s)));
+                let lse_rows = cx.bound.lse_layout(saved.lse.strides(), s);
+                let d_lse_rows = saved.d_lse.map(|d| (d, cx.bound.lse_layout(d.strides(), s)));
                 for tile in cx.tiles(pairs[i].0, pairs[i].1) {
                     let stride = tile.rows.next_multiple_of(cx.kernels.lanes);
                     let dots = if let Some(unit) = unit {
-                        on_tiles::row_dots(cx, unit, &tile, [&saved.o, &saved.d_o])
+                        on_matrix_unit::row_dots(cx, unit, &tile, [&saved.o, &saved.d_o])
                     } else {
                         for (view, turned) in [(&saved.o, &mut *o), (&saved.d_o, &mut *d_o)] {
                             let own = &mut rows[..stride * cx.dv_pad];
-                            cx.gather(&tile, &view.data(), &cx.query_rows(view.strides(), s), cx.dv, own, cx.dv_pad);
+                            cx.gather(&tile, &view.data(), &cx.query_layout(view.strides(), s), cx.dv, own, cx.dv_pad);
                             cx.kernels.transpose(rows, cx.dv_pad, turned, stride, stride, cx.dv_pad);
                         }
                         let mut dots = [0.0; MAX_LANES];
@@ -103,7 +103,7 @@ impl Stats {
                         dots
                     };
                     for (lane, dot) in dots[..tile.rows].iter().enumerate() {
-                        let (q, head) = cx.row(&tile, lane);
+                        let (q, head) = cx.query_and_head(&tile, lane);
                         let at = table.at(cx, tile.sequence, head, q);
                         let d_lse = d_lse_rows.as_ref().map_or(0.0, |(d, rows)| d.at(rows.at(q, head)) as f32);
                         // SAFETY: each row belongs to one tile.
@@ -118,7 +118,7 @@ impl Stats {
         if matches!(cx.exp, ExpKind::Sas(_)) || cx.rounding.is_some() {
             let max = SharedRows::over(&mut self.max);
             crate::forward::maxima(cx, threads, &|tile, lane, m| {
-                let (q, head) = cx.row(tile, lane);
+                let (q, head) = cx.query_and_head(tile, lane);
                 // SAFETY: each row belongs to one tile.
                 unsafe { max.row(table.at(cx, tile.sequence, head, q), 1)[0] = m };
             });

@@ -18,7 +18,7 @@ use super::amx::{hold, multiply};
 use super::amx_bf16::{CUBIC, FUSED_LIMIT};
 use super::avx512::Avx512;
 use super::matrix::SLOTS;
-use super::narrow::{KEY_TILES, Place, STRIP_LANES, Square, Woven, WovenBlock};
+use super::matrix_bf16::{BlockPosition, KEY_TILES, Pipelined, PipelinedBlock, STRIP_LANES, Square};
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -262,7 +262,7 @@ struct Strip {
 
 impl Strip {
     /// All that is to be done, in order.
-    fn all<const DEPTH: usize>(args: &mut Woven<'_, '_>) -> Vec<Strip> {
+    fn all<const DEPTH: usize>(args: &mut Pipelined<'_, '_>) -> Vec<Strip> {
         let (first, origin, keys) = (args.first, args.origin, args.blocks.len() * BLOCK);
         let inside = |key: i32| (key as usize).saturating_sub(origin).min(keys);
         let mut strips = Vec::with_capacity(2 * args.tiles.len());
@@ -304,8 +304,8 @@ impl Strip {
         (from..self.blocks.end).find(|&block| !hidden.get(block).is_some_and(|&hidden| hidden))
     }
 
-    fn place(&self, block: usize) -> Option<Place> {
-        Some(Place { tile: self.tile, strip: self.strip, block: Some(block) })
+    fn position(&self, block: usize) -> Option<BlockPosition> {
+        Some(BlockPosition { tile: self.tile, strip: self.strip, block: Some(block) })
     }
 }
 
@@ -313,7 +313,10 @@ impl Strip {
 /// The machine has tiles and the process may use them; the extents are checked by the table, DEPTH being the tiles
 /// along d and half the groups of columns of V.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: &mut [Ahead; 2]) -> Option<Place> {
+pub(super) unsafe fn pipeline<const DEPTH: usize>(
+    args: &mut Pipelined<'_, '_>,
+    ahead: &mut [Ahead; 2],
+) -> Option<BlockPosition> {
     let _held = hold();
     let (panel, strips) = (DEPTH * SLOTS, Strip::all::<DEPTH>(args));
     let (s, weights) = (args.s.as_mut_ptr(), args.weights.as_mut_ptr());
@@ -327,7 +330,7 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: 
             let mut next_block = strip.next(strip.blocks.start);
             while let Some(block) = next_block {
                 next_block = strip.next(block + 1);
-                let WovenBlock { k, v, finite } = args.blocks[block];
+                let PipelinedBlock { k, v, finite } = args.blocks[block];
                 let [k, v] = [k, v].map(<[f32]>::as_ptr);
                 let stages = (strip.end - block * BLOCK).min(BLOCK).div_ceil(KEYS);
                 let p = weights.add(half * 2 * STAGES * SLOTS);
@@ -353,7 +356,7 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: 
                     }
                     let Some(c) = constants_of.as_ref().filter(|_| finite) else {
                         waiting.inspect(|own| own.finish::<DEPTH>(0, &mut ahead[1]));
-                        return strip.place(block);
+                        return strip.position(block);
                     };
                     ahead[stage % 2].ask::<Avx512>();
                     // Past the last keys, repeat them: nothing reads their scores.
@@ -393,7 +396,7 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: 
                 let limit = _mm512_set1_ps(args.limit);
                 // NaN counts as within: it would come out of a repetition as well.
                 if sums.iter().any(|&sum| _mm512_cmp_ps_mask::<_CMP_LT_OQ>(limit, sum) != 0) {
-                    return strip.place(block);
+                    return strip.position(block);
                 }
                 for (z, sum) in sums.into_iter().enumerate() {
                     let at = strip.l.add(z * 16);

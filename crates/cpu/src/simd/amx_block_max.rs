@@ -4,7 +4,7 @@
 
 use super::amx::hold;
 use super::matrix::SLOTS;
-use super::narrow::{LOOK_ROOM, STRIP_LANES, Seen};
+use super::matrix_bf16::{BLOCK_MAX_ROOM, STRIP_LANES, Seen};
 use std::arch::asm;
 use std::arch::x86_64::*;
 
@@ -15,7 +15,7 @@ const STEP: usize = 2 * SLOTS;
 /// Groups of keys between a score and its maximum; the ring holds twice as many. Scores of the group in between are 2
 /// KiB apart from both: a load waits for earlier stores whose addresses have the same low 12 bits.
 const BEHIND: usize = 2;
-const _: () = assert!(2 * BEHIND * STEP == LOOK_ROOM);
+const _: () = assert!(2 * BEHIND * STEP == BLOCK_MAX_ROOM);
 
 #[rustfmt::skip]
 macro_rules! text {
@@ -54,7 +54,7 @@ macro_rules! scores {
         ///
         /// # Safety
         /// The machine has tiles, the process may use them and this thread holds their shape; panels of a block of keys
-        /// and of a strip of queries, and [`LOOK_ROOM`] at `s`.
+        /// and of a strip of queries, and [`BLOCK_MAX_ROOM`] at `s`.
         #[inline]
         #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
         unsafe fn $name(k: *const f32, q: *const f32, s: *mut f32, top: &mut [[__m512; 2]; 2]) {
@@ -103,7 +103,11 @@ scores!(scores_4, 4);
 /// # Safety
 /// The machine has tiles and the process may use them; the extents are checked by the table.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-pub(super) unsafe fn look<const DEPTH: usize>([k, q]: [*const f32; 2], s: *mut f32, seen: &mut Seen<'_>) -> [bool; 2] {
+pub(super) unsafe fn block_max<const DEPTH: usize>(
+    [k, q]: [*const f32; 2],
+    s: *mut f32,
+    seen: &mut Seen<'_>,
+) -> [bool; 2] {
     let _held = hold();
     let (limit, near) = (_mm512_set1_ps(seen.limit), _mm512_set1_ps(seen.near));
     let (mut high, mut far) = (0, 0);

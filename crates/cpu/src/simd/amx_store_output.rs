@@ -4,7 +4,7 @@
 
 use super::amx::{join, nearest};
 use super::amx_bf16::turned;
-use super::narrow::TurnedRows;
+use super::matrix_bf16::TurnedRows;
 use half::bf16;
 use std::arch::x86_64::*;
 

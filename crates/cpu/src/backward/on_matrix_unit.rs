@@ -3,9 +3,10 @@
 //! S^T and dP^T are `[key][lane]` as on the vectors. P and dS are rounded into panels: dV += P^T dO and dK += dS^T Q
 //! sum over the lanes of a tile, dQ^T += K^T dS^T over the keys of a block.
 
-use super::{BLOCK, Item, Row, Work, cold};
+use super::{BLOCK, Item, TileStats, Work, nonfinite};
 use crate::memory::{Arena, with_workspace};
 use crate::modify::Modifier;
+use crate::nonfinite::Visible;
 use crate::simd::{
     Ahead, DEPTH, GROUP, GradPanels, KEY_TILES, LANE_TILES, Matrix, MatrixKernels, MatrixMut, Panels, RowsAt, Source,
     Sum,
@@ -13,7 +14,6 @@ use crate::simd::{
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, source};
-use crate::visible::Visible;
 use fulgurite_core::{DType, TensorView, bf16};
 use std::ops::Range;
 
@@ -81,8 +81,8 @@ pub(super) fn row_dots(
         let mut arena = Arena::new(workspace);
         let [a, b, c] = [lanes, lanes, GROUP * GROUP].map(|n| arena.take(n));
         let starts = [o, d_o].map(|x| cx.row_starts(tile, x.strides()));
-        unit.narrow.copy(rows(o, &starts[0][..tile.rows], cx.dv), a, dv);
-        unit.narrow.turn(rows(d_o, &starts[1][..tile.rows], cx.dv), b, dv);
+        unit.bf16.copy(rows_at(o, &starts[0][..tile.rows], cx.dv), a, dv);
+        unit.bf16.turn(rows_at(d_o, &starts[1][..tile.rows], cx.dv), b, dv);
         let _held = unit.hold();
         for (z, dots) in dots.chunks_exact_mut(GROUP).enumerate().take(tile.rows.div_ceil(GROUP)) {
             let [a, b] = [&*a, &*b].map(|x| Panels::new(x, dv, 1).at(z, 0));
@@ -93,14 +93,14 @@ pub(super) fn row_dots(
     dots
 }
 
-fn rows<'a>(view: &TensorView<'a>, starts: &'a [usize], n: usize) -> RowsAt<'a> {
+fn rows_at<'a>(view: &TensorView<'a>, starts: &'a [usize], n: usize) -> RowsAt<'a> {
     let data = view.slice::<bf16>().expect("bug in fulgurite: rows of a bf16 problem");
     RowsAt { data, starts, n }
 }
 
 impl Work<'_> {
     /// Processes a run of keys for all tiles of queries that see it.
-    pub(super) fn item_on_tiles(&self, item: &Item, unit: &MatrixKernels) {
+    pub(super) fn item_on_matrix_unit(&self, item: &Item, unit: &MatrixKernels) {
         let cx = self.cx;
         let keys = self.keys(item, item.number);
         let (n, lanes) = (keys.len().next_multiple_of(DEPTH), cx.kernels.tile);
@@ -169,14 +169,14 @@ impl Work<'_> {
             };
             let _held = unit.hold();
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
-                let row = self.row(tile);
-                if !cx.sees_any(tile, &row.lanes, keys.clone(), BLOCK) {
+                let stats = self.tile_stats(tile);
+                if !cx.sees_any(tile, &stats.lanes, keys.clone(), BLOCK) {
                     continue;
                 }
-                self.tile_on_tiles(&row, keys.clone(), &panels, unit, &mut space);
-                let (stride, width) = (row.lanes.stride, d_groups * GROUP);
+                self.tile_on_matrix_unit(&stats, keys.clone(), &panels, unit, &mut space);
+                let (stride, width) = (stats.lanes.stride, d_groups * GROUP);
                 cx.kernels.transpose(space.d_q, stride, d_q_rows, width, width, stride);
-                self.add_to_d_q(item, number, &row, d_q_rows, width);
+                self.add_to_d_q(item, number, &stats, d_q_rows, width);
             }
             let (d, dv) = (d_groups * GROUP, dv_groups * GROUP);
             self.store_keys(item, keys, [space.d_k, space.d_v], [d, dv]);
@@ -184,9 +184,9 @@ impl Work<'_> {
     }
 
     /// Processes all blocks of a run of keys for one tile: adds to dK and dV, and leaves the run's dQ^T in `space`.
-    fn tile_on_tiles(
+    fn tile_on_matrix_unit(
         &self,
-        row: &Row,
+        stats: &TileStats,
         keys: Range<usize>,
         panels: &KeyPanels<'_>,
         unit: &MatrixKernels,
@@ -194,38 +194,38 @@ impl Work<'_> {
     ) {
         let cx = self.cx;
         let Sizes { d, dv, d_groups, .. } = Sizes::new(cx);
-        let stride = row.lanes.stride;
-        if row.tile.rows < stride {
+        let stride = stats.lanes.stride;
+        if stats.tile.rows < stride {
             // Lanes past the last row are not written, and an earlier tile may have left NaN there.
             [&mut *space.q, &mut *space.d_o].into_iter().for_each(|x| x.fill(0.0));
         }
         // A non-finite row of dO has a non-finite D. One of Q has a non-finite LSE, unless a modifier or a sink
         // replaces it.
-        let own = |lane: usize| row.lse[lane].is_finite() && row.delta[lane].is_finite();
+        let own = |lane: usize| stats.lse[lane].is_finite() && stats.delta[lane].is_finite();
         let plain = cx.problem.score_program().is_none() && !cx.problem.has_sinks();
-        let rows_finite = plain && (0..row.tile.rows).all(own) || self.finite_rows(&row.tile);
+        let rows_finite = plain && (0..stats.tile.rows).all(own) || self.finite_rows(&stats.tile);
         for (view, n, depth, columns, pairs) in [
             (cx.bound.q(), cx.d, d, &mut *space.q, &mut *space.q_pairs),
             (&self.saved.d_o, cx.dv, dv, &mut *space.d_o, &mut *space.d_o_pairs),
         ] {
-            let starts = cx.row_starts(&row.tile, view.strides());
-            let rows = rows(view, &starts[..row.tile.rows], n);
-            unit.narrow.turn(rows, columns, depth);
-            unit.narrow.pair(rows, pairs, LANE_TILES);
+            let starts = cx.row_starts(&stats.tile, view.strides());
+            let rows = rows_at(view, &starts[..stats.tile.rows], n);
+            unit.bf16.turn(rows, columns, depth);
+            unit.bf16.pair(rows, pairs, LANE_TILES);
         }
         space.d_q[..d_groups * GROUP * stride].fill(0.0);
         for (number, start) in keys.clone().step_by(BLOCK).enumerate() {
-            for piece in cx.pieces(&row.tile, start..(start + BLOCK).min(keys.end)) {
-                let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+            for piece in cx.pieces(&stats.tile, start..(start + BLOCK).min(keys.end)) {
+                let Some(step) = cx.step(&stats.tile, &stats.lanes, &piece, start) else { continue };
                 let finite = rows_finite && panels.finite[number];
-                self.block_on_tiles(row, &step, (start, number, finite), panels, unit, space);
+                self.block_on_matrix_unit(stats, &step, (start, number, finite), panels, unit, space);
             }
         }
     }
 
-    fn block_on_tiles(
+    fn block_on_matrix_unit(
         &self,
-        row: &Row,
+        stats: &TileStats,
         step: &Step,
         (start, number, finite): (usize, usize, bool),
         panels: &KeyPanels<'_>,
@@ -234,7 +234,7 @@ impl Work<'_> {
     ) {
         let cx = self.cx;
         let Sizes { d, dv, d_groups, dv_groups } = Sizes::new(cx);
-        let (stride, width, first) = (row.lanes.stride, cx.kernels.lanes, number * BLOCK);
+        let (stride, width, first) = (stats.lanes.stride, cx.kernels.lanes, number * BLOCK);
         let none = || Ahead::default();
         let k = KeyRows {
             rows: Matrix::new(&panels.k[Panels::room(first / GROUP, d, 1)..], Panels::room(1, d, 1) / GROUP),
@@ -249,10 +249,10 @@ impl Work<'_> {
             unit.multiply(to, v, d_o, [keys / GROUP, lanes / GROUP, dv], Sum::Fresh, &mut none());
         }
         let first_of = [first * d_groups * GROUP, first * dv_groups * GROUP];
-        if !finite && self.weigh_visible(row, (step, start), space, first_of) {
+        if !finite && self.weigh_visible(stats, (step, start), space, first_of) {
             return;
         }
-        self.weigh(row, (step, start), unit, space);
+        self.weigh(stats, (step, start), unit, space);
         for seg in step.segments(GROUP) {
             let ((key, keys), (z, end)) = (seg.keys(), seg.vectors);
             let (tile, depth) = (z / 2, end.div_ceil(2) - z / 2);
@@ -278,55 +278,55 @@ impl Work<'_> {
     }
 
     /// Computes P and dS in panels from S and dP.
-    fn weigh(&self, row: &Row, (step, start): (&Step, usize), unit: &MatrixKernels, space: &mut Space<'_>) {
+    fn weigh(&self, stats: &TileStats, (step, start): (&Step, usize), unit: &MatrixKernels, space: &mut Space<'_>) {
         let cx = self.cx;
-        let (stride, modified) = (row.lanes.stride, cx.is_modified());
+        let (stride, modified) = (stats.lanes.stride, cx.is_modified());
         let through = self.goes_through();
-        let fused = unit.narrow.suits(cx.exp) && !through && cx.rounding.is_none() && row.inverse.is_none();
+        let fused = unit.bf16.suits(cx.exp) && !through && cx.rounding.is_none() && stats.inverse.is_none();
         if !fused && !modified {
             cx.scale_scores(step, stride, space.s);
         }
         if step.rest || modified {
-            let lanes = (&row.tile, &row.lanes);
+            let lanes = (&stats.tile, &stats.lanes);
             cx.modify(&mut space.modifier, lanes, (step, start), space.s, Some(&mut *space.derivative));
         }
-        if fused && modified && row.tile.rows < stride {
+        if fused && modified && stats.tile.rows < stride {
             // Lanes past the last row, whose scores a modifier may have changed to anything.
-            let (hull, rows) = (step.hull(), u64::MAX >> (64 - row.tile.rows));
+            let (hull, rows) = (step.hull(), u64::MAX >> (64 - stats.tile.rows));
             let s = &mut space.s[hull.start * stride..];
             cx.kernels.hide((s, stride), &[rows; BLOCK][..hull.len()], 0);
         }
-        let mut args = self.grad_args(row, step, [space.s, space.dp], space.derivative);
+        let mut args = self.grad_args(stats, step, [space.s, space.dp], space.derivative);
         let mut out = GradPanels { p_rows: space.p_rows, ds_rows: space.ds_rows, ds_lanes: space.ds_lanes };
         if fused {
             let scale = cx.score_scale();
-            return unit.narrow.grad(&args, scale, &mut out);
+            return unit.bf16.grad(&args, scale, &mut out);
         }
         cx.kernels.grad(&mut args);
-        self.normalise(row, step, [args.s, args.dp]);
+        self.normalise(stats, step, [args.s, args.dp]);
         if modified {
-            cold::clear_past(&row.tile, stride, step, [args.s, args.dp]);
+            nonfinite::clear_past(&stats.tile, stride, step, [args.s, args.dp]);
         }
         if through {
-            self.through_modifier(row, step, start, (args.dp, space.derivative));
+            self.through_modifier(stats, step, start, (args.dp, space.derivative));
         }
-        self.round_weights(row, step, args.s);
-        unit.narrow.pack_grad(&args, &mut out);
+        self.round_weights(stats, step, args.s);
+        unit.bf16.pack_grad(&args, &mut out);
     }
 
     /// Computes P, dS and all gradients, if rows of Q, dO or K are not finite and some lane does not see them;
     /// otherwise returns false.
     fn weigh_visible(
         &self,
-        row: &Row,
+        stats: &TileStats,
         (step, start): (&Step, usize),
         space: &mut Space<'_>,
         first: [usize; 2],
     ) -> bool {
         let cx = self.cx;
         let Sizes { d_groups, dv_groups, .. } = Sizes::new(cx);
-        let (stride, modified) = (row.lanes.stride, cx.is_modified());
-        let seen = self.partly_seen(row, step, start, space.s);
+        let (stride, modified) = (stats.lanes.stride, cx.is_modified());
+        let seen = self.partly_seen(stats, step, start, space.s);
         if seen.is_none() && !step.rest && !modified {
             return false;
         }
@@ -334,23 +334,23 @@ impl Work<'_> {
             cx.scale_scores(step, stride, space.s);
         }
         if step.rest || modified {
-            let lanes = (&row.tile, &row.lanes);
+            let lanes = (&stats.tile, &stats.lanes);
             cx.modify(&mut space.modifier, lanes, (step, start), space.s, Some(&mut *space.derivative));
         }
-        let seen = Visible::new(step, [stride, cx.kernels.lanes, row.tile.rows], space.s);
-        cx.kernels.grad(&mut self.grad_args(row, step, [space.s, space.dp], space.derivative));
-        self.normalise(row, step, [space.s, space.dp]);
+        let seen = Visible::new(step, [stride, cx.kernels.lanes, stats.tile.rows], space.s);
+        cx.kernels.grad(&mut self.grad_args(stats, step, [space.s, space.dp], space.derivative));
+        self.normalise(stats, step, [space.s, space.dp]);
         [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
         if self.goes_through() {
-            self.through_modifier(row, step, start, (space.dp, space.derivative));
+            self.through_modifier(stats, step, start, (space.dp, space.derivative));
         }
-        self.round_weights(row, step, space.s);
-        let sums = cold::Sums {
+        self.round_weights(stats, step, space.s);
+        let sums = nonfinite::Sums {
             d_k: (&mut space.d_k[first[0]..], d_groups * GROUP),
             d_v: (&mut space.d_v[first[1]..], dv_groups * GROUP),
             d_q: (space.d_q, [1, stride]),
         };
-        self.add_visible(row, start, &seen, [space.s, space.dp], sums);
+        self.add_visible(stats, start, &seen, [space.s, space.dp], sums);
         true
     }
 }

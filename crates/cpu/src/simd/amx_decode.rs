@@ -12,9 +12,9 @@ use super::algorithms::{EXP2_NATIVE, SoftmaxStats};
 use super::amx::{Shapes, hold_shapes, rounded};
 use super::amx_bf16::CUBIC;
 use super::avx512::Avx512;
-use super::coming::Coming;
 use super::matrix::Hold;
-use super::strips::{StripKernels, StripProbe, StripSoftmax};
+use super::matrix_decode::{StripKernels, StripProbe, StripSoftmax};
+use super::prefetch::Prefetch;
 use half::bf16;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -56,8 +56,8 @@ macro_rules! ask {
 /// # Safety
 /// The tiles have the shapes of [`hold`]; 32 rows of `d` elements at `k`, a multiple of 32; queries and scores have
 /// their columns.
-unsafe fn scores(q: *const f32, columns: usize, k: *const bf16, row: usize, d: usize, s: *mut f32, coming: Coming) {
-    let (mut ahead, apart) = coming.streams();
+unsafe fn scores(q: *const f32, columns: usize, k: *const bf16, row: usize, d: usize, s: *mut f32, prefetch: Prefetch) {
+    let (mut ahead, apart) = prefetch.streams();
     // Prefetch four lines of each stream with every tile, if there is something to prefetch.
     let step = if apart > 0 { 256usize } else { 0 };
     for half in 0..2 {
@@ -110,7 +110,7 @@ unsafe fn scores(q: *const f32, columns: usize, k: *const bf16, row: usize, d: u
 unsafe fn turn([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
     let (ab, ab2) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let (cd, cd2) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    // Lane 4 i + j of what follows is key 4 j + i.
+    // Lane 4 i + j of the result comes from lane 4 j + i.
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let (a, b) = (_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
     let (c, d) = (_mm512_unpacklo_epi64(ab2, cd2), _mm512_unpackhi_epi64(ab2, cd2));
@@ -144,7 +144,7 @@ unsafe fn rows_of<const N: usize>(x: &[__m512i; N]) -> [__m512i; 8] {
 /// Writes the weights of 16 keys of a row: for even columns the weight comes first in its pair, for odd ones second.
 ///
 /// # Safety
-/// AVX-512 is present; room for a vector at `to`, and for one so many rows behind.
+/// AVX-512 is present; room for a vector at `to`, and for another one `rows` rows behind it.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
 unsafe fn store_weights(to: *mut f32, rows: usize, bits: __m512i) {
@@ -218,8 +218,8 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, [queries, rows
     let mut stats = SoftmaxStats::default();
     // SAFETY: inside the extents (caller).
     unsafe {
-        let quarter = args.coming.lines() / 4;
-        let mut ask = || args.coming.ask::<Avx512>(quarter);
+        let quarter = args.prefetch.lines() / 4;
+        let mut ask = || args.prefetch.ask::<Avx512>(quarter);
         let (scale, log2_e) = (_mm512_set1_ps(args.scale), _mm512_set1_ps(LOG2_E));
         let mut x = [_mm512_setzero_ps(); N];
         // The second operand where one is NaN: NaN does not raise the maximum.
@@ -275,10 +275,18 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, [queries, rows
 
 /// # Safety
 /// The tiles have the shapes of [`hold`]; 32 rows of `columns` elements, a multiple of 32, at `v`; the weights of each
-/// row at `p`; O of so many rows and columns.
-unsafe fn output(p: *const f32, rows: usize, v: *const bf16, row: usize, columns: usize, o: *mut f32, coming: Coming) {
+/// row at `p`; O has `rows` rows and `columns` columns.
+unsafe fn output(
+    p: *const f32,
+    rows: usize,
+    v: *const bf16,
+    row: usize,
+    columns: usize,
+    o: *mut f32,
+    prefetch: Prefetch,
+) {
     let tile = 2 * rows * 64;
-    let (ahead, apart) = coming.streams();
+    let (ahead, apart) = prefetch.streams();
     // Prefetch three lines of each stream with every tile; softmax has prefetched the rest.
     let step = if apart > 0 { 192usize } else { 0 };
     // SAFETY: inside the extents (caller).

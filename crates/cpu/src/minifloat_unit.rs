@@ -179,7 +179,7 @@ impl Unit for Expanded<'_> {
         for (lane, row) in values.chunks_exact_mut(n).enumerate() {
             match self.q {
                 Operand::Codes(codes) => {
-                    let ([tokens, heads], (q, head)) = (lengths(view), cx.row(tile, lane));
+                    let ([tokens, heads], (q, head)) = (lengths(view), cx.query_and_head(tile, lane));
                     let batch = cx.bound.sequences()[tile.sequence].batch;
                     cx.kernels.expand(codes, (batch * tokens + q) * heads + head, 0, row);
                 }

@@ -1,10 +1,10 @@
 //! The cold path of backward: rows of Q, dO or K that are not finite, and lanes that do not see them. Products are
 //! computed element by element over visible keys, in f32.
 
-use super::{BLOCK, Row, Work};
+use super::{BLOCK, TileStats, Work};
+use crate::nonfinite::Visible;
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Tile};
-use crate::visible::Visible;
 use fulgurite_core::{Data, TensorView};
 
 /// The sums of a block's gradients: rows of keys with their width, and dQ with its strides between lanes and columns.
@@ -57,10 +57,10 @@ impl Work<'_> {
     }
 
     /// What the rows of a tile see of a step, from its scores; `None` if they see everything that is multiplied.
-    pub(super) fn partly_seen(&self, row: &Row, step: &Step, start: usize, s: &[f32]) -> Option<Visible> {
+    pub(super) fn partly_seen(&self, stats: &TileStats, step: &Step, start: usize, s: &[f32]) -> Option<Visible> {
         let cx = self.cx;
-        let (stride, rows) = (row.lanes.stride, row.tile.rows);
-        let n = BLOCK.min(cx.bound.sequences()[row.tile.sequence].k_len - start);
+        let (stride, rows) = (stats.lanes.stride, stats.tile.rows);
+        let n = BLOCK.min(cx.bound.sequences()[stats.tile.sequence].k_len - start);
         let seen = Visible::new(step, [stride, cx.kernels.lanes, rows], s);
         let all = step.is_whole(n) && seen.keys().all(|key| seen.lanes(key)[..rows].iter().all(|&seen| seen));
         let same = step.ranges[..stride / cx.kernels.lanes].iter().all(|range| *range == step.ranges[0]);
@@ -68,9 +68,16 @@ impl Work<'_> {
     }
 
     /// Computes dV += P^T dO, dK += dS^T Q and dQ += dS K over visible keys only.
-    pub(super) fn add_visible(&self, row: &Row, start: usize, seen: &Visible, [p, ds]: [&[f32]; 2], sums: Sums<'_>) {
+    pub(super) fn add_visible(
+        &self,
+        stats: &TileStats,
+        start: usize,
+        seen: &Visible,
+        [p, ds]: [&[f32]; 2],
+        sums: Sums<'_>,
+    ) {
         let cx = self.cx;
-        let (stride, tile) = (row.lanes.stride, &row.tile);
+        let (stride, tile) = (stats.lanes.stride, &stats.tile);
         let (q, d_o) = (rows_of(cx, tile, cx.bound.q(), cx.d), rows_of(cx, tile, &self.saved.d_o, cx.dv));
         let ((d_k, k_width), (d_v, v_width), (d_q, [lane_step, column_step])) = (sums.d_k, sums.d_v, sums.d_q);
         let mut room = vec![0.0; cx.d];
