@@ -15,3 +15,4 @@ mod planted;
 mod products;
 mod roles;
 mod small;
+mod sync_attention;

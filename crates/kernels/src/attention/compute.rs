@@ -231,7 +231,7 @@ where
         self.output(w, old, true);
         w.wait_products(1);
         let block = self.take_block(w, cursor, n.get());
-        self.scoring.fold(w, &*self.fold, (&self.s, new, &self.o), &|| cursor.first_key(&block), &block);
+        self.scoring.fold(w, &*self.fold, (&self.s, new, &self.o), (&block, &|| cursor.first_key(&block)), None);
         self.rings.values.done(w);
     }
 

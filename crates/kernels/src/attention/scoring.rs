@@ -3,9 +3,12 @@
 use crate::attention::fold::Fold;
 use crate::parts::mask::{Block, Limits, Spans};
 use crate::parts::modifier::{Modifiers, Modify, Parameters, Tanh};
-use crate::parts::softmax::Settled;
+use crate::parts::softmax::{Scores, Settled};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, RowView, Scope, Val, Word};
 use std::f32::consts::LOG2_E;
+
+/// Builds a section of the kernel.
+pub(crate) type Section<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
 
 /// The masks and modifiers of a warpgroup's rows.
 pub(crate) struct Scoring<'a, 'k, A = Acc<'k>> {
@@ -56,26 +59,58 @@ impl<'k, A: RowView<'k>> Scoring<'_, 'k, A> {
     }
 
     /// Folds the raw scores `s` of a later block into p. Products into `o` may still run. `first_key` gives the index of
-    /// the block's first key in its sequence.
+    /// the block's first key in its sequence. A fold that must see the scores again calls `again`, which computes the raw
+    /// scores once more; `None` means that they stay in registers.
     pub fn fold<T: Half>(
         &self,
         w: &Scope<'k, Group>,
         fold: &dyn Fold<'k, T, A>,
         (s, p, o): (&A, &Fragment<'k, T>, &A),
-        first_key: &dyn Fn() -> Val<'k, i32>,
-        block: &Block<'k>,
+        (block, first_key): (&Block<'k>, &dyn Fn() -> Val<'k, i32>),
+        again: Option<Section<'_, 'k>>,
     ) where
         Pair<T>: Word,
     {
         if self.fuses {
-            let settle = |w: &Scope<'k, Group>| self.settle(w, s, first_key(), block);
+            let settle = |w: &Scope<'k, Group>| {
+                if let Some(again) = again {
+                    again(w);
+                }
+                self.settle(w, s, first_key(), block);
+            };
             let cut = (self.limits.cuts(block, s.cols()), s.cols());
             let (key, full) = (first_key(), block.is_full());
             let mut quick = self.modify.quick(w, key, full, self.scale, cut, &settle);
             fold.next(w, s, p, o, &mut quick);
         } else {
             self.settle(w, s, first_key(), block);
-            fold.next(w, s, p, o, &mut Settled(self.scale));
+            match again {
+                Some(again) => {
+                    let settle = |w: &Scope<'k, Group>| {
+                        again(w);
+                        self.settle(w, s, first_key(), block);
+                    };
+                    fold.next(w, s, p, o, &mut Recomputed { scale: self.scale, settle: &settle });
+                }
+                None => fold.next(w, s, p, o, &mut Settled(self.scale)),
+            }
         }
+    }
+}
+
+/// Exact scores in accumulators that need not outlive the exponentials, because `settle` can compute them again.
+struct Recomputed<'a, 'k> {
+    /// Factor from scores to powers of two.
+    scale: Val<'k, f32>,
+    settle: Section<'a, 'k>,
+}
+
+impl<'k> Scores<'k> for Recomputed<'_, 'k> {
+    fn exponent(&mut self, _: usize, _: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
+        raw.mul_add(self.scale, shift)
+    }
+
+    fn settle(&self, w: &Scope<'k, Group>) {
+        (self.settle)(w);
     }
 }

@@ -120,34 +120,10 @@ impl<'k> CopyRing<'k> {
             ));
             return;
         };
-        let (own, rows) = (w.thread_in_role(), threads / across);
-        let (row, first) = (own / across, own % across);
-        let linear = row.mul_add(line, (first % per_line) * UNIT);
-        let spread = linear ^ ((linear >> 3) & shape.swizzle.mask());
-        let place = (first / per_line).mul_add(shape.chunk_bytes(), to.address() + spread).in_register();
-        let step = from.stride.mul_wide_64(u64::from(rows));
-        for group in 0..per_row / across {
-            let there = if group == 0 { first * UNIT } else { (first + group * across) * UNIT };
-            let used = there.lt(from.bytes).select((from.bytes - there).min(UNIT), 0u32);
-            let mut address = from.address + row.to_u64().mul_wide_64(from.stride) + there.to_u64();
-            let chunks = group * across / per_line * shape.chunk_bytes();
-            for i in 0..shape.rows.div_ceil(rows) {
-                let inside = (row + i * rows).lt(from.rows);
-                let args = [
-                    Arg::Address(Base::Reg(place), (chunks + i * rows * line) as i32),
-                    Arg::Address(Base::Reg(address.in_register()), 0),
-                    inside.select(used, 0u32).arg(),
-                    Arg::Imm(UNIT.into()),
-                    Arg::Word("cg"),
-                ];
-                let copy = || k.placed(at, || k.emit(&bytes::COPY, args.clone()));
-                match shape.rows.is_multiple_of(rows) || (i + 1) * rows <= shape.rows {
-                    true => copy(),
-                    false => w.when((row + i * rows).lt(shape.rows), |_| copy()),
-                }
-                address = address + step;
-            }
-        }
+        let copies = Copies { k, at, shape, to, from, across, rows: threads / across };
+        // Copies of whole tiles need neither bounds nor sizes.
+        let full = from.rows.ge(shape.rows) & from.bytes.ge(per_row * UNIT);
+        w.choose(full, |w| copies.run(w, true), |w| copies.run(w, false));
     }
 
     /// Waits until the oldest stage that was put is readable by all threads. The role owns the stage until it is
@@ -166,5 +142,58 @@ impl<'k> CopyRing<'k> {
     #[track_caller]
     pub fn done<W: WholeWarps>(&self, _: &Scope<'k, W>) {
         self.advance(self.cursor("take"));
+    }
+}
+
+/// The copies of one tile.
+struct Copies<'k> {
+    k: &'k Builder,
+    at: &'static Location<'static>,
+    shape: TileShape,
+    to: Tile<'k>,
+    from: GlobalRows<'k>,
+    /// Units that neighbouring threads copy side by side, and rows that all threads copy at a time.
+    across: u32,
+    rows: u32,
+}
+
+impl<'k> Copies<'k> {
+    /// Starts the copies. `full`: all rows and bytes of the tile are valid.
+    fn run<W: WholeWarps>(&self, w: &Scope<'k, W>, full: bool) {
+        let Copies { k, at, shape, to, from, across, rows } = *self;
+        k.placed(at, || {
+            let (line, per_row) = (shape.swizzle.line(), shape.cols * shape.number.bytes() / UNIT);
+            let (own, per_line) = (w.thread_in_role(), line / UNIT);
+            let (row, first) = (own / across, own % across);
+            let linear = row.mul_add(line, (first % per_line) * UNIT);
+            let spread = linear ^ ((linear >> 3) & shape.swizzle.mask());
+            let place = (first / per_line).mul_add(shape.chunk_bytes(), to.address() + spread).in_register();
+            let step = from.stride.mul_wide_64(u64::from(rows));
+            for group in 0..per_row / across {
+                let there = if group == 0 { first * UNIT } else { (first + group * across) * UNIT };
+                let used = there.lt(from.bytes).select((from.bytes - there).min(UNIT), 0u32);
+                let mut address = from.address + row.to_u64().mul_wide_64(from.stride) + there.to_u64();
+                let chunks = group * across / per_line * shape.chunk_bytes();
+                for i in 0..shape.rows.div_ceil(rows) {
+                    let bytes = match full {
+                        true => Arg::Imm(UNIT.into()),
+                        false => (row + i * rows).lt(from.rows).select(used, 0u32).arg(),
+                    };
+                    let place = Arg::Address(Base::Reg(place), (chunks + i * rows * line) as i32);
+                    let source = Arg::Address(Base::Reg(address.in_register()), 0);
+                    let copy = || {
+                        k.emit(
+                            &bytes::COPY,
+                            [place.clone(), source.clone(), bytes.clone(), Arg::Imm(UNIT.into()), Arg::Word("cg")],
+                        )
+                    };
+                    match shape.rows.is_multiple_of(rows) || (i + 1) * rows <= shape.rows {
+                        true => copy(),
+                        false => w.when((row + i * rows).lt(shape.rows), |_| copy()),
+                    }
+                    address = address + step;
+                }
+            }
+        });
     }
 }

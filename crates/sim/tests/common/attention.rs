@@ -2,7 +2,9 @@
 
 use super::{Random, download, upload};
 use fulgurite_core::{DType, Mask, Problem, Rescale};
-use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardConfig, ForwardPlan, Tensors};
+use fulgurite_kernels::attention::forward::plan::{
+    ConfigTable, DeviceTensor, ForwardConfig, ForwardPlan, SyncConfig, Tensors,
+};
 use fulgurite_ptx::device::{Device, DeviceError, Stream};
 use fulgurite_ptx::{Kernel, Target, bf16};
 use fulgurite_sim::Sim;
@@ -19,8 +21,10 @@ pub struct Case {
     pub causal: bool,
     pub rescale: Rescale,
     pub blocks: u32,
-    /// Another cut of the kernel than the library's.
+    /// Another tile configuration than the library's.
     pub config: Option<&'static str>,
+    /// Whether `mma.sync` multiplies, as on an A100; otherwise `wgmma`, as on an H200.
+    pub sync: bool,
 }
 
 impl Case {
@@ -35,6 +39,13 @@ impl Case {
             .mask(if self.causal { Mask::causal() } else { Mask::none() })
             .build()
             .unwrap();
+        if self.sync {
+            let plan = ForwardPlan::mma_sync(&problem, Some(self.rescale), &ConfigTable::default()).unwrap();
+            return plan.with_sync_config(|usual| match self.config {
+                Some(text) => SyncConfig { rescale: usual.rescale, ..text.parse().unwrap() },
+                None => usual,
+            });
+        }
         ForwardPlan::new(&problem, Some(self.rescale)).unwrap().with_config(|usual| match self.config {
             Some(text) => ForwardConfig { rescale: usual.rescale, ..text.parse().unwrap() },
             None => usual,
@@ -43,7 +54,7 @@ impl Case {
 
     /// Its kernel.
     pub fn kernel(&self) -> Kernel {
-        self.plan().kernel(Target::HOPPER).unwrap()
+        self.plan().kernel(if self.sync { Target::AMPERE } else { Target::HOPPER }).unwrap()
     }
 
     /// Runs the kernel, or one that was made of it; the largest errors of o and of the LSE.
@@ -122,4 +133,5 @@ pub const BASE: Case = Case {
     rescale: Rescale::Always,
     blocks: 1,
     config: None,
+    sync: false,
 };

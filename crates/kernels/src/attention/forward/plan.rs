@@ -42,7 +42,7 @@ enum Family {
     Wgmma {
         config: ForwardConfig,
         /// The plan of the decode kernel, if it handles the call.
-        decode: Option<DecodePlan>,
+        decode: Option<Box<DecodePlan>>,
     },
     MmaSync(SyncConfig),
 }
@@ -63,7 +63,7 @@ impl ForwardPlan {
     pub fn by_table(problem: &Problem, rescale: Option<Rescale>, table: &ConfigTable) -> Result<ForwardPlan, NoKernel> {
         let (facts, config) = Facts::of(problem, rescale, table)?;
         let decode = DecodePlan::new(&facts, config.rescale);
-        Ok(ForwardPlan { facts, family: Family::Wgmma { config, decode } })
+        Ok(ForwardPlan { facts, family: Family::Wgmma { config, decode: decode.map(Box::new) } })
     }
 
     /// Plans a problem for `mma.sync`, which every GPU since Ampere has.
@@ -87,7 +87,7 @@ impl ForwardPlan {
     /// The plan of the decode kernel, if it handles the call.
     pub(crate) fn decode(&self) -> Option<&DecodePlan> {
         match &self.family {
-            Family::Wgmma { decode, .. } => decode.as_ref(),
+            Family::Wgmma { decode, .. } => decode.as_deref(),
             Family::MmaSync(_) => None,
         }
     }
@@ -256,7 +256,7 @@ impl ForwardPlan {
         let features = &self.facts.features;
         let bindings = match &self.family {
             Family::Wgmma { decode: Some(decode), .. } => {
-                KernelBindings::Decode { plan: Box::new(decode.clone()), bindings: decode.bindings() }
+                KernelBindings::Decode { plan: decode.clone(), bindings: decode.bindings() }
             }
             Family::Wgmma { config, .. } => KernelBindings::Persistent(forward::bindings(features, *config)),
             Family::MmaSync(config) => KernelBindings::CtaPerTile(mma_sync::bindings(features, *config)),

@@ -8,7 +8,7 @@ use crate::attention::forward::mma_sync::config::SyncConfig;
 use crate::attention::forward::mma_sync::output::ThreadOutput;
 use crate::attention::forward::mma_sync::params::SyncParams;
 use crate::attention::forward::tiles::{FoundTile, TileParams};
-use crate::attention::scoring::{Scoring, ScoringInputs};
+use crate::attention::scoring::{Scoring, ScoringInputs, Section};
 use crate::attention::source::{Interval, KeyBlock, KeyBlocks, Listed, TileQueries};
 use crate::params::Params;
 use crate::parts::epilogue::Epilogue;
@@ -18,6 +18,7 @@ use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
 use crate::parts::sequences::Counts;
 use crate::parts::softmax::Softmax;
+use fulgurite_core::Rescale;
 use fulgurite_ptx::{
     CopyRing, Fragment, Group, Half, Major, Pair, RowView, Scope, Tile, TileShape, Val, WarpAcc, Word,
 };
@@ -45,14 +46,14 @@ where
         let (builder, [d, dv]) = (p.builder(), features.dims);
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
         let [q, o] = [shape(config.rows(), d), shape(config.rows(), dv)];
-        // Queries are read for the last time before O is written. The wider swizzle decides the alignment.
-        let both = match (q.bytes(), q.swizzle.period()) >= (o.bytes(), o.swizzle.period()) {
-            true => q,
-            false => o,
+        // O takes the memory of the queries, which are read for the last time before it is written. A tile of whole
+        // lines of the widest swizzle holds both where neither holds the other.
+        let holds = |one: &TileShape, other: TileShape| {
+            other.bytes() <= one.bytes() && other.swizzle.period() <= one.swizzle.period()
         };
-        let fits = |tile: TileShape| tile.bytes() <= both.bytes() && tile.swizzle.period() <= both.swizzle.period();
-        let memory = builder
-            .tile("q", if fits(q) && fits(o) { both } else { shape(config.rows(), d.max(dv).next_multiple_of(64)) });
+        let both = [q, o].into_iter().find(|tile| holds(tile, q) && holds(tile, o));
+        let both = both.unwrap_or_else(|| shape(config.rows(), d.max(dv).next_multiple_of(64)));
+        let memory = builder.tile("q", both);
         SyncKernel {
             features,
             config,
@@ -216,16 +217,20 @@ where
         }
     }
 
-    /// Computes the raw scores of the `j`-th block.
-    fn scores(&self, w: &Scope<'k, Group>, j: Val<'k, u32>) -> Block<'k> {
-        let tiles = self.kernel.ring.wait(w);
-        self.put_ahead(w, 0, j);
+    /// Computes the raw scores of a block whose keys are in a stage of the ring.
+    fn scores(&self, w: &Scope<'k, Group>, keys: Tile<'k>) {
         self.s.clear();
-        let zero = w.constant(0u32);
         let q = (self.kernel.q.operand(Major::Inner), self.own_row);
-        w.multiply_warp(&self.s, q, (tiles[0].operand(Major::Inner), zero));
+        w.multiply_warp(&self.s, q, (keys.operand(Major::Inner), w.constant(0u32)));
+    }
+
+    /// Computes the raw scores of the `j`-th block. Its keys stay in their stage until the ring is waited for again.
+    fn next_scores(&self, w: &Scope<'k, Group>, j: Val<'k, u32>) -> (Block<'k>, Tile<'k>) {
+        let keys = self.kernel.ring.wait(w)[0];
+        self.put_ahead(w, 0, j);
+        self.scores(w, keys);
         self.kernel.ring.done(w);
-        self.key_block(w, j).block(self.kernel.config.cols, &|| self.keys.to_i32())
+        (self.key_block(w, j).block(self.kernel.config.cols, &|| self.keys.to_i32()), keys)
     }
 
     /// Adds p v of the `j`-th block to o.
@@ -244,17 +249,22 @@ where
     fn run(&self, w: &Scope<'k, Group>) {
         let [first, end] = self.work.blocks;
         let barrier = w.group_barrier();
+        // The other policies look at the scores of every block.
+        let rarely = matches!(self.kernel.config.rescale, Rescale::Optimistic(_));
         self.start(w);
         self.o.clear();
         let zero = w.constant(0u32);
-        let block = self.scores(w, zero);
+        let (block, _) = self.next_scores(w, zero);
         self.scoring.settle(w, &self.s, self.first_key(&block), &block);
         self.fold.first(w, &self.s, &self.p);
         self.output(w, zero);
         w.each(1u32, end - first, 1u32, |w, j| {
-            let block = self.scores(w, j);
+            let (block, keys) = self.next_scores(w, j);
             let first_key = || self.first_key(&block);
-            self.scoring.fold(w, &*self.fold, (&self.s, &self.p, &self.o), &first_key, &block);
+            // Rarely, scores are needed a second time. Recomputing them takes fewer registers than keeping them.
+            let again = |w: &Scope<'k, Group>| self.scores(w, keys);
+            let again: Option<Section<'_, 'k>> = if rarely { Some(&again) } else { None };
+            self.scoring.fold(w, &*self.fold, (&self.s, &self.p, &self.o), (&block, &first_key), again);
             self.output(w, j);
         });
         let totals = self.fold.totals(w, &self.o);

@@ -42,10 +42,9 @@ impl TileConfig for SyncConfig {
     fn built_in() -> Vec<ConfigRow<SyncConfig>> {
         let base = SyncConfig { blocks: 2, cols: 64, depth: 2, rescale: usual_rescale() };
         let rows = [
-            (0..=64, SyncConfig { depth: 3, ..base }),
+            (0..=64, SyncConfig { cols: 96, ..base }),
             (65..=128, base),
-            (129..=192, SyncConfig { blocks: 1, ..base }),
-            (193..=u32::MAX, SyncConfig { blocks: 1, cols: 32, ..base }),
+            (129..=u32::MAX, SyncConfig { blocks: 1, ..base }),
         ];
         rows.map(|(head_dims, config)| ConfigRow { head_dims, keys: 0..u64::MAX, config }).to_vec()
     }
