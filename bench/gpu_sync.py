@@ -114,8 +114,8 @@ def main():
         check()
     if "tune" in args.parts:
         for dim, causal in itertools.product(args.dims, (False, True)):
-            tuning = [f"blocks={b} cols={c} depth={d}" for b, c, d in itertools.product((1, 2), (32, 48, 64, 96, 128), (2, 3, 4))]
-            fits = [t for t in tuning if shared(t, dim) <= 99 * 1024 and not ("blocks=2" in t and registers(t, dim) > 230)]
+            tuning = [f"blocks={b} cols={c} depth={d}" for b, c, d in itertools.product((1, 2), (32, 48, 64, 80, 96, 112, 128), (2, 3))]
+            fits = [t for t in tuning if shared(t, dim) <= 99 * 1024 and not ("blocks=2" in t and registers(t, dim) > 250)]
             heads = max(1, 2048 // dim)
             cell(f"tune d {dim} causal {causal}", (4, 4096, heads, heads, dim), causal, args.rounds, results, fits)
     if "grid" in args.parts:

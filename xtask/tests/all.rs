@@ -3,3 +3,4 @@
 mod circles;
 mod crates;
 mod environment;
+mod machines;

@@ -69,10 +69,15 @@ fn any_problem_is_planned_or_refused() {
     let tables = Default::default();
     let [mut planned, mut refused] = [0; 2];
     for i in 0..60 {
-        let small = [0, 1, 2, 65, 300];
-        let sizes =
-            [0; 3].map(|_| if i % 4 == 0 { pick(&mut rng, &[1 << 33, usize::MAX]) } else { pick(&mut rng, &small) });
-        let builder = builder(&mut rng);
+        let (small, large) = ([0, 1, 2, 65, 300], [1 << 33, usize::MAX]);
+        let sizes = [0; 3].map(|_| if i % 4 == 0 { pick(&mut rng, &large) } else { pick(&mut rng, &small) });
+        let mut builder = builder(&mut rng);
+        // Some problems that kernels have, so that plans are seen, too.
+        if i % 10 == 1 {
+            let dim = pick(&mut rng, &[16, 72, 128]);
+            let mask = pick(&mut rng, &[Mask::causal(), Mask::window(3, 0)]);
+            builder = Problem::builder().heads(2, 1).head_dim(dim).dtype(DType::Bf16).mask(mask);
+        }
         for found in [gpu::explain(&builder, sizes, &tables), gpu::explain_backward(&builder, sizes, &tables)] {
             match found {
                 Ok(explained) => {

@@ -50,7 +50,9 @@ fn its_gradients_agree_with_the_oracle() {
 #[test]
 fn it_is_found_by_its_name_alone() {
     assert_eq!("sim".parse(), Ok(Choice::Sim));
-    assert!(engine(Choice::Sim).unwrap().describe().contains("simulated H200"));
+    assert!(engine(Choice::Sim).unwrap().describe().contains("simulated H200, products by wgmma"));
+    let ampere = engine("sim:sm_86".parse().unwrap()).unwrap().describe();
+    assert!(ampere.contains("A6000") && ampere.contains("products by mma.sync"), "{ampere}");
     let fixed = engine_with(Choice::Sim, &Settings::default().order(Order::Fixed)).unwrap();
     assert!(fixed.describe().ends_with(", gradients in a fixed order"));
     assert!(!fulgurite::engines().contains(&Choice::Sim));

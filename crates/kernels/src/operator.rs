@@ -126,7 +126,7 @@ fn check_wgmma(target: Target) -> Result<(), NoKernel> {
 
 /// The unit that multiplies matrices in forward attention: the fastest one of the target for which there are kernels,
 /// unless the caller asks for another one.
-fn forward_unit(target: Target, asked: Option<TensorUnit>) -> Result<TensorUnit, NoKernel> {
+pub fn forward_unit(target: Target, asked: Option<TensorUnit>) -> Result<TensorUnit, NoKernel> {
     let own = match target.arch.tensor {
         TensorUnit::Wgmma => TensorUnit::Wgmma,
         // Tensor cores of every GPU since Ampere multiply by `mma.sync`, too.

@@ -13,7 +13,7 @@ use fulgurite_core::{
     Tensor, TensorView, TensorViewMut,
 };
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
-use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Tables};
+use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Tables, forward_unit};
 use fulgurite_ptx::TensorUnit;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
 use std::sync::Arc;
@@ -278,7 +278,11 @@ impl<D: Device + ?Sized> Engine for OnDevice<D> {
     fn describe(&self) -> String {
         let rescale = self.rescale.map(|r| format!(", rescale {r}")).unwrap_or_default();
         let order = if self.order == Order::Fixed { ", gradients in a fixed order" } else { "" };
-        format!("{}, {}, tensors copied there and back{rescale}{order}", self.name(), self.session.device().name())
+        let (name, device) = (self.name(), self.session.device());
+        // An impossible wish is refused when a problem is planned.
+        let products = forward_unit(device.target(), self.unit).map(|unit| format!(", products by {unit}"));
+        let products = products.unwrap_or_default();
+        format!("{name}, {}{products}, tensors copied there and back{rescale}{order}", device.name())
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {

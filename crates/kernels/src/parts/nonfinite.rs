@@ -84,7 +84,7 @@ pub struct NonfinitePath<'k, T> {
 }
 
 /// The tile to accumulate again, and the state of the compute role.
-pub struct Redo<'a, 'k> {
+pub struct Redo<'a, 'k, A = Acc<'k>> {
     pub work: &'a Work<'k>,
     pub unequal: Option<&'a Unequal<'k>>,
     pub lists: Option<&'a Lists<'k>>,
@@ -94,9 +94,9 @@ pub struct Redo<'a, 'k> {
     pub keys: Val<'k, u32>,
     /// Index of the first visible key in the sequence.
     pub first: Val<'k, u32>,
-    pub limits: &'a Limits<'k>,
-    pub modify: &'a Modify<'a, 'k>,
-    /// Finds the thread's two rows when they are needed. A row past the last one may be any row of the sequence,
+    pub limits: &'a Limits<'k, A>,
+    pub modify: &'a Modify<'a, 'k, A>,
+    /// Finds the thread's rows when they are needed. A row past the last one may be any row of the sequence,
     /// because its result is not stored.
     pub rows: &'a dyn Fn(&Scope<'k, Group>) -> ThreadRows<'k>,
     /// First column of v, if it is not 0.
@@ -110,12 +110,12 @@ pub struct Redo<'a, 'k> {
 /// Selects the tile for which masks and modifiers are prepared.
 type Turn<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
 
-/// The queries of a thread's two rows.
-#[derive(Clone, Copy)]
+/// The queries of a thread's rows.
+#[derive(Clone)]
 pub struct ThreadRows<'k> {
-    pub queries: [Val<'k, u32>; 2],
-    pub heads: [Val<'k, u32>; 2],
-    /// Key/value head of both rows.
+    pub queries: Vec<Val<'k, u32>>,
+    pub heads: Vec<Val<'k, u32>>,
+    /// Key/value head of all rows.
     pub kv_head: Val<'k, u32>,
 }
 
@@ -133,7 +133,7 @@ where
     }
 
     /// Address of a row of the tile's sequence.
-    fn at(&self, redo: &Redo<'_, 'k>, of: Of, row: Val<'k, u32>, head: Val<'k, u32>) -> Pointer<'k, Pair<T>> {
+    fn at<A>(&self, redo: &Redo<'_, 'k, A>, of: Of, row: Val<'k, u32>, head: Val<'k, u32>) -> Pointer<'k, Pair<T>> {
         let (row, batch) = match redo.unequal {
             Some(unequal) => (unequal.slice(redo.work, of).start + row, row.literal(0)),
             None => (row, redo.work.batch),
@@ -144,10 +144,10 @@ where
 }
 
 /// Whether an element of the thread's `row`-th row is infinite or NaN. Sums of more than the largest f32 also count.
-fn not_finite<'k>(o: &Acc<'k>, row: usize) -> Val<'k, bool> {
+fn not_finite<'k, A: RowView<'k>>(o: &A, row: usize) -> Val<'k, bool> {
     /// Chains of additions, which do not wait for each other.
     const CHAINS: usize = 4;
-    let own = || o.elements().enumerate().filter(|(i, _)| Acc::row_of(*i) == row).map(|(_, x)| x);
+    let own = || o.elements().enumerate().filter(|(i, _)| A::row_of(*i) == row).map(|(_, x)| x);
     let chain = |first: usize| own().skip(first).step_by(CHAINS).reduce(|a, b| a + b);
     let sum = (0..CHAINS).filter_map(chain).reduce(|a, b| a + b).expect("bug in fulgurite: a row without columns");
     !(sum * 0.0).eq(0.0)
@@ -172,15 +172,15 @@ where
 
     /// Recomputes the tile if a sum is not finite. Masks and modifiers may already be prepared for the next tile:
     /// `turn` prepares them for this tile and then for the next one again.
-    pub fn run(
+    pub fn run<A: RowView<'k>>(
         &self,
         w: &Scope<'k, Group>,
-        redo: &Redo<'_, 'k>,
-        o: &Acc<'k>,
+        redo: &Redo<'_, 'k, A>,
+        o: &A,
         totals: &Totals<'k>,
         turn: [Turn<'_, 'k>; 2],
     ) {
-        // A value that is not finite spoils its column in all rows of the warpgroup: one row of each thread tells.
+        // A value that is not finite spoils its column in all rows that are multiplied with it: one row of each thread tells.
         w.when_rarely(w.any(not_finite(o, 0)), |w| {
             let rows = totals.sum.iter().enumerate();
             let spoiled: Vec<_> = rows.map(|(i, sum)| not_finite(o, i) & sum.eq(*sum)).collect();
@@ -193,31 +193,31 @@ where
         });
     }
 
-    fn again(&self, w: &Scope<'k, Group>, redo: &Redo<'_, 'k>, o: &Acc<'k>, totals: &Totals<'k>) {
-        (0..o.elements().count()).for_each(|i| o.set(i, 0.0));
+    fn again<A: RowView<'k>>(&self, w: &Scope<'k, Group>, redo: &Redo<'_, 'k, A>, o: &A, totals: &Totals<'k>) {
+        o.elements().enumerate().for_each(|(i, x)| o.set(i, x.literal(0.0)));
         let rows = (redo.rows)(w);
         let [first, end] = redo.work.blocks;
         w.each(first, end, 1u32, |w, n| {
             let tag = redo.lists.map(|lists| lists.block(w, redo.work, n, redo.keys));
             let start = tag.map_or(n * redo.cols, |tag| tag.key());
             // Process as many keys at a time as lanes share a row: each lane computes the score of one key.
-            w.each(0u32, redo.cols, Acc::LANES, |w, part| self.four(w, redo, &rows, (start + part, tag), o, totals));
+            w.each(0u32, redo.cols, A::LANES, |w, part| self.few_keys(w, redo, &rows, (start + part, tag), o, totals));
         });
     }
 
-    fn four(
+    fn few_keys<A: RowView<'k>>(
         &self,
         w: &Scope<'k, Group>,
-        redo: &Redo<'_, 'k>,
+        redo: &Redo<'_, 'k, A>,
         rows: &ThreadRows<'k>,
         (first, tag): (Val<'k, u32>, Option<Tag<'k>>),
-        o: &Acc<'k>,
+        o: &A,
         totals: &Totals<'k>,
     ) {
-        let own = Acc::lane_in_row(w);
+        let own = A::lane_in_row(w);
         let key = first + own;
         let inside = |key: Val<'k, u32>| key.min(redo.keys.max(1) - 1);
-        let p: Vec<Val<'k, f32>> = (0..Acc::ROWS)
+        let p: Vec<Val<'k, f32>> = (0..A::ROWS)
             .map(|i| {
                 let raw = self.dot(w, redo, rows, i, inside(key));
                 let full = tag.map(|tag| tag.full());
@@ -234,22 +234,22 @@ where
                 seen.select::<f32>(p, HIDDEN)
             })
             .collect();
-        for other in 0..Acc::LANES {
+        for other in 0..A::LANES {
             let p: Vec<_> = p.iter().map(|&p| if other == 0 { p } else { w.exchange(p, other) }).collect();
             let key = inside(first + (own ^ other));
             let value = self.tensors[2].at(redo, Of::V, key, rows.kv_head);
             let some: Vec<_> = p.iter().map(|p| !p.eq(HIDDEN)).collect();
             let some = some.into_iter().reduce(|a, b| a | b).expect("bug in fulgurite: a thread without rows");
             w.when(some, |w| {
-                for period in 0..o.cols() / Acc::PERIOD {
-                    let col = Acc::first_col(w) + Acc::PERIOD * period;
+                for period in 0..o.cols() / A::PERIOD {
+                    let col = A::first_col(w) + A::PERIOD * period;
                     let col = redo.first_column.map_or(col, |first| first + col);
                     // Columns past the end of a row are not stored: read the last ones instead.
                     let col = col.min(self.value_dim - 2);
                     let halves = value.load(w, col / 2).split();
                     for (i, &p) in p.iter().enumerate() {
                         for (half, value) in halves.into_iter().enumerate() {
-                            let at = Acc::index(i, period as usize, half);
+                            let at = A::index(i, period as usize, half);
                             let x = o.elements().nth(at).expect("bug in fulgurite: counted above");
                             o.set(at, p.eq(HIDDEN).select::<f32>(x, p.mul_add(value.widen(), x)));
                         }
@@ -260,10 +260,10 @@ where
     }
 
     /// Dot product of the thread's `i`-th query and a key.
-    fn dot(
+    fn dot<A>(
         &self,
         w: &Scope<'k, Group>,
-        redo: &Redo<'_, 'k>,
+        redo: &Redo<'_, 'k, A>,
         rows: &ThreadRows<'k>,
         i: usize,
         key: Val<'k, u32>,

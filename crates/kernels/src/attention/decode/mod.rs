@@ -341,7 +341,11 @@ where
         let Some(nonfinite) = nonfinite else { return };
         let rows = |w: &Scope<'k, Group>| {
             let own = schedule.own_rows(w, &item.slot);
-            ThreadRows { queries: own.map(|row| row.query), heads: own.map(|row| row.head), kv_head: item.slot.head }
+            ThreadRows {
+                queries: own.map(|row| row.query).to_vec(),
+                heads: own.map(|row| row.head).to_vec(),
+                kv_head: item.slot.head,
+            }
         };
         let keys = schedule.sequences.visible(item.sequence);
         let redo = Redo {

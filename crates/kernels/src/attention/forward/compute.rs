@@ -222,8 +222,8 @@ where
             let all = params.sequences.q_rows(work.sequence);
             let row = work.row + self.own * 64 + w.first_row();
             ThreadRows {
-                queries: [0, 8].map(|below| (row + below).min(all.max(1) - 1)),
-                heads: [work.head; 2],
+                queries: [0, 8].map(|below| (row + below).min(all.max(1) - 1)).to_vec(),
+                heads: vec![work.head; 2],
                 kv_head: params.group.div_rem(work.head)[0],
             }
         };

@@ -14,10 +14,11 @@ use crate::params::Params;
 use crate::parts::epilogue::Epilogue;
 use crate::parts::mask::{Block, Spans};
 use crate::parts::modifier::{Tanh, TilePosition};
+use crate::parts::nonfinite::{Redo, ThreadRows};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
 use crate::parts::sequences::Counts;
-use crate::parts::softmax::Softmax;
+use crate::parts::softmax::{Softmax, Totals};
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{
     CopyRing, Fragment, Group, Half, Major, Pair, RowView, Scope, Tile, TileShape, Val, WarpAcc, Word,
@@ -29,7 +30,7 @@ pub(super) struct SyncKernel<'a, 'k, const M: usize, T> {
     features: &'a Features,
     config: SyncConfig,
     spans: Spans,
-    params: SyncParams<'k>,
+    params: SyncParams<'k, T>,
     /// The tile's queries, and in the same memory its rows of O.
     q: Tile<'k>,
     o: Tile<'k>,
@@ -246,6 +247,40 @@ where
         self.key_offset.map_or(block.first, |offset| block.first + offset.get().to_i32())
     }
 
+    /// Recomputes the tile without its hidden keys, if they contain infinities or NaN.
+    fn redo_nonfinite(&self, w: &Scope<'k, Group>, totals: &Totals<'k>) {
+        let params = &self.kernel.params;
+        let Some(nonfinite) = &params.nonfinite else { return };
+        type View<'k, const M: usize> = WarpAcc<'k, M>;
+        let rows = |w: &Scope<'k, Group>| {
+            // Rows past the last one repeat the last one.
+            let last = params.sequences.q_rows(self.work.sequence).max(1) - 1;
+            let row = self.work.row + View::<M>::first_row(w);
+            let queries = (0..View::<M>::ROWS).map(|i| (row + View::<M>::row_offset(i)).min(last));
+            ThreadRows {
+                queries: queries.collect(),
+                heads: vec![self.work.head; View::<M>::ROWS],
+                kv_head: self.kv_head,
+            }
+        };
+        let keys = params.sequences.visible(self.work.sequence);
+        let redo = Redo {
+            work: &self.work,
+            unequal: params.sequences.ragged(),
+            lists: params.lists.as_ref(),
+            cols: self.kernel.config.cols,
+            keys: keys.count,
+            first: keys.first,
+            limits: &self.scoring.limits,
+            modify: &self.scoring.modify,
+            rows: &rows,
+            first_column: None,
+            exp: self.kernel.features.exp,
+            scale: self.scoring.scale,
+        };
+        nonfinite.run(w, &redo, &self.o, totals, [&|_| {}, &|_| {}]);
+    }
+
     fn run(&self, w: &Scope<'k, Group>) {
         let [first, end] = self.work.blocks;
         let barrier = w.group_barrier();
@@ -268,6 +303,7 @@ where
             self.output(w, j);
         });
         let totals = self.fold.totals(w, &self.o);
+        self.redo_nonfinite(w, &totals);
         let (params, features) = (&self.kernel.params, self.kernel.features);
         let output = ThreadOutput {
             o: &params.o,

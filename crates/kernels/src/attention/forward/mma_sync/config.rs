@@ -42,11 +42,12 @@ impl TileConfig for SyncConfig {
     fn built_in() -> Vec<ConfigRow<SyncConfig>> {
         let base = SyncConfig { blocks: 2, cols: 64, depth: 2, rescale: usual_rescale() };
         let rows = [
-            (0..=64, SyncConfig { cols: 96, ..base }),
-            (65..=128, base),
-            (129..=u32::MAX, SyncConfig { blocks: 1, ..base }),
+            (0..=64, 1024..u64::MAX, SyncConfig { cols: 80, ..base }),
+            (0..=64, 0..1024, SyncConfig { depth: 3, ..base }),
+            (65..=128, 0..u64::MAX, base),
+            (129..=u32::MAX, 0..u64::MAX, SyncConfig { blocks: 1, ..base }),
         ];
-        rows.map(|(head_dims, config)| ConfigRow { head_dims, keys: 0..u64::MAX, config }).to_vec()
+        rows.map(|(head_dims, keys, config)| ConfigRow { head_dims, keys, config }).to_vec()
     }
 
     fn neighbours(self, _: u32) -> Vec<SyncConfig> {
@@ -64,9 +65,16 @@ impl ForwardTile for SyncConfig {
 
     fn with_room(self, head_dim: u32, features: &Features) -> Self {
         // Modifiers that load per element keep addresses and values of many elements in registers.
-        match (head_dim, features.modifiers.loads_move(), features.modifiers.is_empty()) {
-            (_, true, _) => SyncConfig { blocks: 1, cols: self.cols.min(32), ..self },
-            (65.., _, false) => SyncConfig { blocks: 1, ..self },
+        // Ragged sequences keep their offsets there.
+        let (loads, modifies) = (features.modifiers.loads_move(), !features.modifiers.is_empty());
+        let masks = features.blocks.is_some() || !features.mask.spans().is_empty();
+        match head_dim {
+            _ if loads => SyncConfig { blocks: 1, cols: self.cols.min(32), ..self },
+            65.. if modifies => SyncConfig { blocks: 1, cols: self.cols.min(64), ..self },
+            ..=64 if modifies || features.ragged.any() => SyncConfig { cols: self.cols.min(64), ..self },
+            97..=128 if features.ragged.any() => SyncConfig { cols: self.cols.min(32), ..self },
+            // 64 keys spill a register or two.
+            97..=128 if masks => SyncConfig { cols: self.cols.min(48), ..self },
             _ => self,
         }
     }

@@ -16,7 +16,7 @@ use crate::attention::forward::mma_sync::compute::SyncKernel;
 use crate::attention::forward::mma_sync::config::SyncConfig;
 use crate::attention::forward::mma_sync::params::SyncParams;
 use crate::params::{Bindings, Params, Program};
-use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Target, Warpgroups, Word};
+use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Target, Warpgroups, Word, bf16};
 
 /// Builds the kernel.
 pub fn kernel<T: Half>(target: Target, features: &Features, config: SyncConfig) -> Result<Kernel, BuildError>
@@ -33,7 +33,7 @@ where
 /// The launch arguments of the kernel. They do not depend on the element type.
 pub(crate) fn bindings(features: &Features, config: SyncConfig) -> Bindings<ForwardCall> {
     Bindings::declared(|p| {
-        SyncParams::declare(p, features, &config);
+        SyncParams::<bf16>::declare(p, features, &config);
     })
 }
 

@@ -6,9 +6,10 @@ use crate::attention::forward::mma_sync::config::SyncConfig;
 use crate::params::{Lens, Params};
 use crate::parts::block_lists::Lists;
 use crate::parts::modifier::{Parameters, Sinks};
+use crate::parts::nonfinite::NonfinitePath;
 use crate::parts::schedule::{Equal, Of, Work};
 use crate::parts::sequences::Sequences;
-use fulgurite_ptx::{Divisor, GlobalRows, Pointer, Val};
+use fulgurite_ptx::{Divisor, GlobalRows, Half, Pair, Pointer, Val, Word};
 
 /// A tensor of rows that threads address themselves. Strides are in bytes.
 pub(super) struct RowMemory<'k> {
@@ -56,7 +57,7 @@ impl<'k> RowMemory<'k> {
 }
 
 /// The kernel's parameters.
-pub(super) struct SyncParams<'k> {
+pub(super) struct SyncParams<'k, T> {
     pub q: RowMemory<'k>,
     pub k: RowMemory<'k>,
     pub v: RowMemory<'k>,
@@ -76,9 +77,13 @@ pub(super) struct SyncParams<'k> {
     pub lists: Option<Lists<'k>>,
     pub modifiers: Parameters<'k>,
     pub sinks: Option<Sinks<'k>>,
+    pub nonfinite: Option<NonfinitePath<'k, T>>,
 }
 
-impl<'k> SyncParams<'k> {
+impl<'k, T: Half> SyncParams<'k, T>
+where
+    Pair<T>: Word,
+{
     pub fn declare(p: &Params<'k, ForwardCall>, features: &Features, config: &SyncConfig) -> Self {
         let ragged = features.ragged;
         let sequences = Sequences::declare(p, ragged, |call| call.common.dense(), |call| call.common.ragged());
@@ -102,6 +107,7 @@ impl<'k> SyncParams<'k> {
             lists: features.blocks.map(|blocks| Lists::declare(p, blocks, config.cols, |call| call.lists())),
             modifiers: Parameters::declare(p, &features.modifiers, |call| &call.common.aux),
             sinks: features.sinks.map(|dtype| Sinks::declare(p, dtype, |call| call.results.sinks())),
+            nonfinite: features.hides_elements().then(|| NonfinitePath::declare(p, |call| call.common.plain())),
         }
     }
 }

@@ -1,0 +1,27 @@
+//! A machine adds loads, products and a schedule. Masks, softmax, modifiers and the epilogue exist once, in `parts`.
+
+use std::path::Path;
+
+/// Kernels of one machine, below `crates/kernels/src`.
+const MACHINES: &[&str] = &["attention/forward/mma_sync"];
+
+/// Operations of masks, softmax, modifiers and the epilogue, which a machine's own files do not contain.
+const SHARED: &[&str] = &["NEG_INFINITY", ".exp2(", ".log2(", ".recip(", ".tanh(", "LOG2_E", "LN_2", "fetch_add"];
+
+/// Parts that a machine must use instead.
+const PARTS: &[&str] = &["parts::epilogue::Epilogue", "parts::softmax::Softmax", "scoring::{Scoring", "parts::mask::"];
+
+#[test]
+fn a_machine_has_no_mathematics_of_its_own() {
+    for folder in MACHINES {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/kernels/src").join(folder);
+        let files = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+        let text: String = files.map(|file| std::fs::read_to_string(file).unwrap()).collect();
+        for word in SHARED {
+            assert!(!text.contains(word), "{}: `{word}` belongs to the shared parts", folder.display());
+        }
+        for part in PARTS {
+            assert!(text.contains(part), "{}: `{part}` is not used", folder.display());
+        }
+    }
+}
