@@ -15,11 +15,11 @@ backend of that name. `python -m fulgurite doctor` describes the
 machine.
 
 `fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` contain k-means, HDBSCAN, DBSCAN, nearest
-neighbours, PCA and truncated SVD under scikit-learn's names. `fulgurite.ops` has the
-registered operators over whole tensors.
+neighbours, PCA and truncated SVD under scikit-learn's names. `fulgurite.fla` has the gated delta rule under
+flash-linear-attention's names. `fulgurite.ops` has the registered operators over whole tensors.
 """
 
-from . import ops
+from . import fla, ops
 from ._api import attention, attention_backward
 from ._combine import flash_attn_combine, get_scheduler_metadata
 from ._fulgurite import __version__, engines
@@ -51,6 +51,7 @@ __all__ = [
     "create_block_mask",
     "create_mask",
     "engines",
+    "fla",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

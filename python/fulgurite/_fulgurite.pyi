@@ -48,6 +48,29 @@ class Judged:
     text: str
 
 @final
+class Variant:
+    """A variant of attention as text, prepared for many calls; `python/src/variants` has the entries."""
+
+    def __new__(cls, text: str) -> Variant: ...
+    def forward(self, tensors: Sequence[Any]) -> list[Any]:
+        """The outputs, in new arrays of the same kind as the first tensor."""
+
+    def backward(self, tensors: Sequence[Any], outputs: Sequence[Any], d_outputs: Sequence[Any | None]) -> list[Any]:
+        """Gradients of the tensors that have one, from the gradients of the outputs, each of which may be None."""
+
+    def judge(
+        self,
+        tensors: Sequence[Any],
+        outputs: Sequence[Any],
+        d_outputs: Sequence[Any | None] | None = None,
+        gradients: Sequence[Any] | None = None,
+    ) -> list[Judged]:
+        """Compares the outputs, or the gradients if they are given, with the f64 oracle, by the tolerance rule."""
+
+    def time(self, tensors: Sequence[Any], times: int) -> float:
+        """Seconds that the engine takes for `times` forward calls into the same outputs."""
+
+@final
 class Outcome:
     """How one case of the table went on an engine."""
 

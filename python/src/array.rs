@@ -289,6 +289,18 @@ impl Array {
 
     /// A writable tensor view, valid until `self` is dropped at the end of the call.
     pub fn view_mut<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
+        self.view_mut_from(0, arg, claims)
+    }
+
+    /// Like [`view_mut`](Self::view_mut), without the first axis, which must have one element.
+    pub fn view_mut_unbatched<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
+        match self.shape() {
+            [1, ..] => self.view_mut_from(1, arg, claims),
+            other => Err(wrong(format!("`{arg}` has shape {other:?}, allowed: a first axis of 1"))),
+        }
+    }
+
+    fn view_mut_from<'a>(&'a self, axis: usize, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
         self.check_writable(arg)?;
         self.on_host(arg)?;
         let (strides, span) = self.span(arg)?;
@@ -298,7 +310,7 @@ impl Array {
         claims.0.push((arg, span));
         // SAFETY: the extension's contract holds, and no other slice of this call overlaps the memory.
         let data = unsafe { span.write() };
-        TensorViewMut::strided(data, self.shape(), &strides[..self.layout.rank])
+        TensorViewMut::strided(data, &self.shape()[axis..], &strides[axis..self.layout.rank])
             .map_err(|e| wrong(format!("`{arg}`: {e}")))
     }
 }

@@ -101,6 +101,8 @@ pub struct Description {
     pub engine: Box<dyn Engine>,
     /// The choice of the caller.
     pub choice: Choice,
+    /// The settings of the engine.
+    pub settings: Settings,
     pub rescale: Option<Rescale>,
     pub tuning: Option<ForwardConfig>,
     pub sync_tuning: Option<SyncConfig>,
@@ -205,6 +207,7 @@ impl Description {
             sync_tuning,
             backward,
             order: settings.order,
+            settings,
             longest,
             recent: Mutex::new(Lru::new(MAX_PROBLEMS)),
             recent_calls: RecentCalls::default(),

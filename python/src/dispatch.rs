@@ -63,24 +63,7 @@ impl<'a> Call<'a> {
     }
 
     fn inputs<'b>(&'b self, claims: &mut Claims<'b>) -> PyResult<Inputs<'b>> {
-        let mut inputs = Inputs::new(self.q.view("q", claims)?, self.k.view("k", claims)?, self.v.view("v", claims)?);
-        for (role, array) in self.description.roles.iter().zip(&self.extras) {
-            let slot = match role {
-                Role::Sinks => &mut inputs.sinks,
-                Role::CuQ => &mut inputs.cu_seqlens_q,
-                Role::CuK => &mut inputs.cu_seqlens_k,
-                Role::UsedQ => &mut inputs.used_q,
-                Role::UsedK => &mut inputs.used_k,
-                Role::Blocks(_) => continue,
-                Role::Aux { name, .. } => {
-                    inputs.aux.push((name, array.view(name, claims)?));
-                    continue;
-                }
-            };
-            *slot = Some(array.view(role.name(), claims)?);
-        }
-        inputs.block_mask = self.blocks.as_ref();
-        Ok(inputs)
+        inputs_of(self.description, [&self.q, &self.k, &self.v], &self.extras, self.blocks.as_ref(), claims)
     }
 
     /// Fills o, and lse if it is given.
@@ -220,6 +203,34 @@ impl<'a> Call<'a> {
     }
 }
 
+/// The tensors of a call that a description defines.
+pub fn inputs_of<'b>(
+    description: &'b Description,
+    [q, k, v]: [&'b Array; 3],
+    extras: &'b [Array],
+    blocks: Option<&'b BlockMask>,
+    claims: &mut Claims<'b>,
+) -> PyResult<Inputs<'b>> {
+    let mut inputs = Inputs::new(q.view("q", claims)?, k.view("k", claims)?, v.view("v", claims)?);
+    for (role, array) in description.roles.iter().zip(extras) {
+        let slot = match role {
+            Role::Sinks => &mut inputs.sinks,
+            Role::CuQ => &mut inputs.cu_seqlens_q,
+            Role::CuK => &mut inputs.cu_seqlens_k,
+            Role::UsedQ => &mut inputs.used_q,
+            Role::UsedK => &mut inputs.used_k,
+            Role::Blocks(_) => continue,
+            Role::Aux { name, .. } => {
+                inputs.aux.push((name, array.view(name, claims)?));
+                continue;
+            }
+        };
+        *slot = Some(array.view(role.name(), claims)?);
+    }
+    inputs.block_mask = blocks;
+    Ok(inputs)
+}
+
 /// Rejects a wrong number of gradients.
 fn count(want: &[(String, Vec<usize>, bool)], gradients: &[Array]) -> PyResult<()> {
     if gradients.len() == want.len() {
@@ -269,7 +280,7 @@ fn names(description: &Description) -> impl Iterator<Item = &str> {
 }
 
 /// Rejects arrays that are not in host memory.
-fn on_host<'a>(arrays: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
+pub fn on_host<'a>(arrays: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
     for (name, array) in arrays {
         if array.place() != Place::Host {
             return Err(wrong(format!("`{name}` is on {}, allowed here: cpu; move it with .cpu()", array.place())));

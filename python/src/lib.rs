@@ -20,6 +20,7 @@ mod neighbors;
 mod operators;
 mod read;
 mod recent;
+mod variants;
 
 use pyo3::prelude::*;
 
@@ -43,6 +44,8 @@ mod _fulgurite {
     use crate::gpu::Gpu;
     #[pymodule_export]
     use crate::neighbors::{Clusters, Index, assign, dbscan, hdbscan, project, svd};
+    #[pymodule_export]
+    use crate::variants::Variant;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["docs/guide/python.md", "docs/guide/neighbors.md", "README.md"]
+PAGES = [
+    "docs/guide/python.md",
+    "docs/guide/neighbors.md",
+    "docs/guide/gated-delta-rule.md",
+    "README.md",
+]
 
 
 def blocks(page):

@@ -39,6 +39,8 @@ blocks = fulgurite.create_block_mask(lambda b, h, i, j: i >= j, None, None, 4, 4
 o = flex_attention(x, x, x, block_mask=blocks)
 share: float = blocks.sparsity()
 fulgurite.register_with_transformers()
+o, state = fulgurite.fla.chunk_gated_delta_rule(x, x, x, x, x, output_final_state=True)
+o, state = fulgurite.fla.fused_recurrent_gated_delta_rule(x, x, x, x, beta=x, scale=0.5)
 """
 WRONG = """
 flash_attn_func(x, x, x, casual=True)
@@ -55,6 +57,8 @@ flash_attn_func(x, x, x, causal="yes")
 flash_attn_func(x, x, x, window_size=3)
 flash_attn_with_kvcache(x, x, x, window_size=(1.5, 2))
 flash_attn_func(x, x)
+fulgurite.fla.chunk_gated_delta_rule(x, x, x, x, x, l2norm=True)
+fulgurite.fla.chunk_gated_delta_rule(x, x, x, x, x, scale="big")
 fulgurite.create_block_mask(3, None, None, 4, 4)
 share: str = fulgurite.create_block_mask(lambda b, h, i, j: i >= j, None, None, 4, 4).sparsity()
 """
