@@ -16,7 +16,8 @@ machine.
 
 `fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` contain k-means, HDBSCAN, DBSCAN, nearest
 neighbours, PCA and truncated SVD under scikit-learn's names. `fulgurite.fla` has the gated delta rule under
-flash-linear-attention's names. `fulgurite.ops` has the registered operators over whole tensors.
+flash-linear-attention's names; `parallax_attention` and `lighthouse_attention` are other variants. `fulgurite.ops` has
+the registered operators over whole tensors.
 """
 
 from . import fla, ops
@@ -37,6 +38,12 @@ from .huggingface import register_with_diffusers, register_with_transformers
 from .masks import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from .sdpa import AuxOutput, AuxRequest, flex_attention, scaled_dot_product_attention
 from .trace import TraceError
+from .variants import (
+    lighthouse_attention,
+    lighthouse_attention_backward,
+    parallax_attention,
+    parallax_attention_backward,
+)
 
 __all__ = [
     "AuxOutput",
@@ -62,9 +69,13 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flex_attention",
     "get_scheduler_metadata",
+    "lighthouse_attention",
+    "lighthouse_attention_backward",
     "noop_mask",
     "ops",
     "or_masks",
+    "parallax_attention",
+    "parallax_attention_backward",
     "register_with_diffusers",
     "register_with_transformers",
     "scaled_dot_product_attention",

@@ -31,6 +31,8 @@ class Kind(NamedTuple):
     differentiable: int
     # How many of the outputs, from the first, backward reads.
     saved: int
+    # Whether the tensors that not every call has, other than integers, have gradients.
+    others: bool = False
 
 
 def _delta_outputs(tensors, text):
@@ -44,8 +46,23 @@ def _delta_outputs(tensors, text):
     return all_
 
 
+def _parallax_outputs(tensors, text):
+    q, v = tensors["q"], tensors["v"]
+    if "with cu_seqlens_q;" in text:
+        lse = (q.shape[1], q.shape[0])
+    else:
+        lse = (q.shape[0], q.shape[2], q.shape[1])
+    return [((*q.shape[:-1], v.shape[-1]), False), (lse, True), (lse, True)]
+
+
+def _lighthouse_outputs(tensors, text):
+    return [((*tensors["q"].shape[:-1], tensors["v"].shape[-1]), False)]
+
+
 KINDS = {
-    "gated_delta": Kind(("q", "k", "v"), _delta_outputs, 2, 0),
+    "gated_delta": Kind(("q", "k", "v"), _delta_outputs, 2, 0, True),
+    "lighthouse": Kind(("q", "k", "v"), _lighthouse_outputs, 1, 0),
+    "parallax": Kind(("q", "k", "v", "r"), _parallax_outputs, 1, 3),
 }
 
 
@@ -61,7 +78,9 @@ def names(text: str) -> list[str]:
 
 def gradients(text: str) -> list[int]:
     """Which tensors have gradients."""
-    return [at for at, name in enumerate(names(text)) if name not in _INTEGERS]
+    of = kind(text)
+    count = len(of.rows)
+    return [at for at, name in enumerate(names(text)) if at < count or of.others and name not in _INTEGERS]
 
 
 def variant(text: str) -> Variant:

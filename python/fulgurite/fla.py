@@ -200,7 +200,8 @@ def _call(
         raise ValueError(f"`{name}` was given, allowed: only with `use_gate_in_kernel`; leave it out")
     key = (
         form, scale, bool(output_final_state), bool(l2norm), bool(raw), bool(sigmoid), bool(twice), bool(v_first),
-        engine, threads, type(threads), g is None, beta is None, initial_state is None, cu_seqlens is None, dt_bias is None,
+        engine, threads, type(threads), g is None, beta is None, initial_state is None, cu_seqlens is None,
+        dt_bias is None,
     )  # fmt: skip
     try:
         text = _texts.get(key)

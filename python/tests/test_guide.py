@@ -11,6 +11,8 @@ PAGES = [
     "docs/guide/python.md",
     "docs/guide/neighbors.md",
     "docs/guide/gated-delta-rule.md",
+    "docs/guide/lighthouse.md",
+    "docs/guide/parallax.md",
     "README.md",
 ]
 
