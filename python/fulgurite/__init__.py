@@ -32,11 +32,11 @@ from .flash import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
 from .huggingface import register_with_diffusers, register_with_transformers
 from .masks import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from .sdpa import AuxOutput, AuxRequest, flex_attention, scaled_dot_product_attention
+from .skipping import Skip, SkipReport, classify_heads, skip_report
 from .trace import TraceError
 from .variants import (
     lighthouse_attention,
@@ -49,12 +49,15 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "Skip",
+    "SkipReport",
     "TraceError",
     "__version__",
     "and_masks",
     "attention",
     "attention_backward",
     "captured",
+    "classify_heads",
     "create_block_mask",
     "create_mask",
     "engines",
@@ -66,7 +69,6 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
     "flex_attention",
     "get_scheduler_metadata",
     "lighthouse_attention",
@@ -79,4 +81,5 @@ __all__ = [
     "register_with_diffusers",
     "register_with_transformers",
     "scaled_dot_product_attention",
+    "skip_report",
 ]

@@ -60,7 +60,7 @@ _library.impl("variant_backward", _backward, "CPU")
 def _(tensors, description):
     named = dict(zip(_variants.names(description), tensors))
     outputs = _variants.kind(description).outputs(named, description)
-    return [tensors[0].new_empty(shape, dtype=torch.float32 if f32 else None) for shape, f32 in outputs]
+    return [tensors[0].new_empty(shape, dtype=name and getattr(torch, name)) for shape, name in outputs]
 
 
 @torch.library.register_fake("fulgurite::variant_backward", lib=_library)

@@ -16,6 +16,9 @@ class Recorded:
         self._accept(self.variant.judge(_host(tensors), _host(outputs)))
         return outputs
 
+    def counted(self, tensors):
+        return self.variant.counted(tensors)
+
     def backward(self, tensors, outputs, d_outputs):
         gradients = self.variant.backward(tensors, outputs, d_outputs)
         self._accept(self.variant.judge(_host(tensors), _host(outputs), _host(d_outputs), _host(gradients)))

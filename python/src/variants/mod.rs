@@ -8,8 +8,11 @@
 mod gated_delta;
 mod lighthouse;
 mod parallax;
+mod skip;
 
-use crate::array::{Array, Claims, Fresh, fresh, refuse, wrong};
+pub use skip::SkipCounts;
+
+use crate::array::{Array, Claims, Element, Fresh, fresh, refuse, wrong};
 use crate::check::Judged;
 use crate::dispatch::{on_host, one_place};
 use fulgurite::variants::cpu;
@@ -22,18 +25,22 @@ use pyo3::prelude::*;
 pub struct Wanted {
     name: &'static str,
     shape: Vec<usize>,
-    /// f32, regardless of the type of the first tensor.
-    f32: bool,
+    /// The type, if it is not that of the first tensor.
+    element: Option<Element>,
 }
 
 impl Wanted {
     /// A result of the type of the first tensor.
     fn own(name: &'static str, shape: Vec<usize>) -> Wanted {
-        Wanted { name, shape, f32: false }
+        Wanted { name, shape, element: None }
     }
     /// An f32 result.
     fn f32(name: &'static str, shape: Vec<usize>) -> Wanted {
-        Wanted { name, shape, f32: true }
+        Wanted { name, shape, element: Some(Element::F32) }
+    }
+    /// A result of 32-bit integers.
+    fn i32(name: &'static str, shape: Vec<usize>) -> Wanted {
+        Wanted { name, shape, element: Some(Element::I32) }
     }
 }
 
@@ -56,6 +63,10 @@ pub trait Operator: Send + Sync {
         d_outputs: &[Option<Array>],
         gradients: &[Array],
     ) -> PyResult<()>;
+    /// Computes forward into `outputs`, and counts tiles.
+    fn counts(&self, _arrays: &[Array], _outputs: &[Array]) -> PyResult<SkipCounts> {
+        Err(wrong("only block skipping counts tiles"))
+    }
     /// Compares results with the f64 oracle, by the tolerance rule: outputs, or gradients where they are given.
     fn judge(
         &self,
@@ -66,20 +77,22 @@ pub trait Operator: Send + Sync {
 }
 
 /// The engine of a variant: the CPU with an instruction set and a number of threads, resolved once.
+#[derive(Clone)]
 pub struct Engine {
     choice: Choice,
     settings: Settings,
 }
 
 impl Engine {
-    fn new(choice: Choice, settings: &Settings, feature: &str) -> Result<Engine, String> {
+    /// The engine for `feature`.
+    pub fn new(choice: Choice, settings: &Settings, feature: &str) -> Result<Engine, String> {
         let found = cpu(choice, settings, feature).map_err(|e| e.to_string())?;
         let settings = settings.clone().threads(found.threads());
         Ok(Engine { choice: Choice::CpuIsa(found.isa()), settings })
     }
 
     /// The options of the functions that take bound tensors.
-    fn options(&self) -> PyResult<fulgurite::variants::Options> {
+    pub fn options(&self) -> PyResult<fulgurite::variants::Options> {
         Ok(cpu(self.choice, &self.settings, "this variant").map_err(refuse)?.options())
     }
 }
@@ -102,7 +115,7 @@ fn tensor(name: &str, array: &Array) -> PyResult<Tensor> {
 }
 
 /// Copies a tensor into an array of the same type and size.
-fn copy_into(from: &Tensor, to: &mut TensorViewMut<'_>) -> PyResult<()> {
+pub fn copy_into(from: &Tensor, to: &mut TensorViewMut<'_>) -> PyResult<()> {
     let view = from.view();
     let size = from.shape().iter().product::<usize>();
     match (view.data(), to.data_mut()) {
@@ -136,7 +149,7 @@ impl Variant {
 }
 
 fn allocate(like: &Bound<'_, PyAny>, array: &Array, wanted: &[Wanted]) -> PyResult<(Vec<Fresh>, Vec<Array>)> {
-    let made = wanted.iter().map(|one| fresh(like, array, &one.shape, one.f32)).collect::<PyResult<Vec<_>>>()?;
+    let made = wanted.iter().map(|one| fresh(like, array, &one.shape, one.element)).collect::<PyResult<Vec<_>>>()?;
     let pairs = wanted.iter().zip(&made);
     let arrays =
         pairs.map(|(one, made)| Array::of_result(one.name, made.object(like.py()))).collect::<PyResult<_>>()?;
@@ -165,8 +178,11 @@ impl Variant {
             (Some(("gated_delta", _)), _) => Box::new(gated_delta::GatedDelta::parse(text).map_err(wrong)?),
             (Some(("lighthouse", _)), _) => Box::new(lighthouse::Lighthouse::parse(text).map_err(wrong)?),
             (Some(("parallax", _)), Some((_, rest))) => Box::new(parallax::Parallax::parse(rest).map_err(wrong)?),
+            (Some(("skip", words)), Some((_, rest))) => {
+                Box::new(skip::Skip::parse(&words.join(","), rest).map_err(wrong)?)
+            }
             (other, _) => {
-                let allowed = "gated_delta, lighthouse, parallax";
+                let allowed = "gated_delta, lighthouse, parallax, skip";
                 return Err(wrong(format!("description begins with {other:?}, allowed: {allowed}")));
             }
         };
@@ -179,6 +195,14 @@ impl Variant {
         let (made, outputs) = allocate(&tensors[0], &arrays[0], &self.0.outputs(&arrays)?)?;
         py.detach(|| self.0.forward(&arrays, &outputs))?;
         finish(py, made)
+    }
+
+    /// Computes the outputs, and how many tiles were kept.
+    fn counted(&self, py: Python<'_>, tensors: Objects<'_>) -> PyResult<(Vec<Py<PyAny>>, SkipCounts)> {
+        let arrays = self.read(&tensors)?;
+        let (made, outputs) = allocate(&tensors[0], &arrays[0], &self.0.outputs(&arrays)?)?;
+        let counts = py.detach(|| self.0.counts(&arrays, &outputs))?;
+        Ok((finish(py, made)?, counts))
     }
 
     /// Computes the gradients of the tensors that have one. `outputs` are those of forward; each of their gradients may
