@@ -32,9 +32,12 @@ from .flash import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 from .huggingface import register_with_diffusers, register_with_transformers
+from .kvcache import KvCache
 from .masks import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from .sage import sageattn
 from .sdpa import AuxOutput, AuxRequest, flex_attention, scaled_dot_product_attention
 from .skipping import Skip, SkipReport, classify_heads, skip_report
 from .trace import TraceError
@@ -49,6 +52,7 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "KvCache",
     "Skip",
     "SkipReport",
     "TraceError",
@@ -69,6 +73,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "flex_attention",
     "get_scheduler_metadata",
     "lighthouse_attention",
@@ -80,6 +85,7 @@ __all__ = [
     "parallax_attention_backward",
     "register_with_diffusers",
     "register_with_transformers",
+    "sageattn",
     "scaled_dot_product_attention",
     "skip_report",
 ]

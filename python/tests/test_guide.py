@@ -13,6 +13,7 @@ PAGES = [
     "docs/guide/block-skipping.md",
     "docs/guide/gated-delta-rule.md",
     "docs/guide/lighthouse.md",
+    "docs/guide/low-precision.md",
     "docs/guide/parallax.md",
     "README.md",
 ]
