@@ -22,7 +22,7 @@ the registered operators over whole tensors.
 
 from . import fla, ops
 from ._api import attention, attention_backward
-from ._combine import flash_attn_combine, get_scheduler_metadata
+from ._combine import flash_attn_combine, get_scheduler_metadata, merge
 from ._fulgurite import __version__, engines
 from .capture import captured
 from .flash import (
@@ -35,6 +35,7 @@ from .flash import (
     flash_attn_with_kvcache,
 )
 from .huggingface import register_with_diffusers, register_with_transformers
+from .insight import Counters, Explanation, attention_counters, explain
 from .kvcache import KvCache
 from .masks import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from .sage import sageattn
@@ -52,6 +53,8 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "Counters",
+    "Explanation",
     "KvCache",
     "Skip",
     "SkipReport",
@@ -60,11 +63,13 @@ __all__ = [
     "and_masks",
     "attention",
     "attention_backward",
+    "attention_counters",
     "captured",
     "classify_heads",
     "create_block_mask",
     "create_mask",
     "engines",
+    "explain",
     "fla",
     "flash_attn_combine",
     "flash_attn_func",
@@ -78,6 +83,7 @@ __all__ = [
     "get_scheduler_metadata",
     "lighthouse_attention",
     "lighthouse_attention_backward",
+    "merge",
     "noop_mask",
     "ops",
     "or_masks",

@@ -44,6 +44,9 @@ o = fulgurite.attention(x, x, x, skip=fulgurite.Skip(["dense", "log"], top=0.5),
 o = fulgurite.sageattn(x, x, x, "NHD", is_causal=True)
 cache = fulgurite.KvCache(2, 64, 4096, storage="packed", v_bits=[4, 2])
 tokens: int = len(cache.fork())
+o, lse = fulgurite.merge(x, x, x, x)
+done: int = fulgurite.attention_counters(x, x, x, rescale="always").rescales_done
+why = fulgurite.explain(x, x, x, causal=True)["engine"]
 kept: int = fulgurite.skip_report(x, x, x, skip="log").kept
 d_q, d_k, d_v = fulgurite.lighthouse_attention_backward(x, x, x, x, levels=2)
 o, state = fulgurite.fla.chunk_gated_delta_rule(x, x, x, x, x, output_final_state=True)
@@ -67,6 +70,8 @@ flash_attn_func(x, x)
 fulgurite.fla.chunk_gated_delta_rule(x, x, x, x, x, l2norm=True)
 fulgurite.parallax_attention(x, x, x, causal=True)
 fulgurite.Skip(tile=64)
+fulgurite.merge(x, x, x)
+done: str = fulgurite.attention_counters(x, x, x).rescales_done
 fulgurite.sageattn(x, x, x, causal=True)
 fulgurite.KvCache(2, 64)
 tokens: str = fulgurite.KvCache(2, 64, 8).capacity
