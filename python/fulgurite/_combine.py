@@ -121,7 +121,8 @@ def _by_numpy(out_partial, lse_partial):
     lse_partial = numpy.asarray(lse_partial).astype(numpy.float32)
     most = lse_partial.max(0)
     most = numpy.where(numpy.isneginf(most), numpy.float32(0), most)
-    shares = numpy.exp(lse_partial - most)
+    with numpy.errstate(invalid="ignore"):  # an LSE of +inf, which is no result of attention
+        shares = numpy.exp(lse_partial - most)
     with numpy.errstate(divide="ignore"):
         lse = most + numpy.log(shares.sum(0))
     shares = numpy.exp(lse_partial - numpy.where(numpy.isneginf(lse), numpy.float32(0), lse))[..., None]

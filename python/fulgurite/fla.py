@@ -15,6 +15,7 @@ one operator. `chunk_gated_delta_rule_backward` is for arrays without autograd.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from . import _variants
@@ -58,6 +59,7 @@ def chunk_gated_delta_rule(
     A_log: Array | None = None,
     dt_bias: Array | None = None,
     chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
     head_first: bool = False,
     engine: str | None = None,
     threads: int | None = None,
@@ -76,7 +78,7 @@ def chunk_gated_delta_rule(
                   the decay is -exp(A_log) softplus(g + dt_bias); A_log and dt_bias are `[value_heads]`
     use_beta_sigmoid_in_kernel, allow_neg_eigval
                   the step is sigmoid(beta), or with both 2 sigmoid(beta)
-    state_v_first states are `[sequences, value_heads, value_dim, key_dim]`
+    state_v_first states are `[sequences, value_heads, value_dim, key_dim]`; `transpose_state_layout` is its old name
     cu_seqlens    cumulative offsets of packed sequences, sequences + 1; the batch axis is then 1
     cu_seqlens_cpu, chunk_indices, chunk_size
                   accepted, no effect: they tune kernels
@@ -89,6 +91,8 @@ def chunk_gated_delta_rule(
     """
     if cp_context is not None or head_first is not False or chunk_size != 64:
         refuse(cp_context=(cp_context, None), head_first=(head_first, False), chunk_size=(chunk_size, 64, 32, 16))
+    if transpose_state_layout is not None:
+        state_v_first = _renamed(state_v_first, transpose_state_layout)
     text, tensors = _call(
         "chunked", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
@@ -118,6 +122,7 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Array | None = None,
     *,
+    transpose_state_layout: bool | None = None,
     head_first: bool = False,
     engine: str | None = None,
     threads: int | None = None,
@@ -129,6 +134,8 @@ def fused_recurrent_gated_delta_rule(
     """
     if gk is not None or gv is not None or head_first is not False:
         refuse(gk=(gk, None), gv=(gv, None), head_first=(head_first, False))
+    if transpose_state_layout is not None:
+        state_v_first = _renamed(state_v_first, transpose_state_layout)
     text, tensors = _call(
         "recurrent", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
@@ -171,6 +178,14 @@ def chunk_gated_delta_rule_backward(
         engine, threads,
     )  # fmt: skip
     return tuple(_variants.backward(text, tensors, [], [d_o, d_final_state]))
+
+
+def _renamed(state_v_first, transpose_state_layout):
+    """The value of `state_v_first` under its old name."""
+    if state_v_first:
+        raise ValueError("`transpose_state_layout` was given, allowed: only without `state_v_first`, its new name")
+    warnings.warn("`transpose_state_layout` is now `state_v_first`", DeprecationWarning, stacklevel=3)
+    return bool(transpose_state_layout)
 
 
 def _call(

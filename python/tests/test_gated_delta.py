@@ -292,8 +292,12 @@ def test_unsupported_keywords_are_refused_by_name():
     for name in ("gk", "gv"):
         with pytest.raises(NotImplementedError, match=f"`{name}` is a tensor, allowed: None"):
             fused_recurrent_gated_delta_rule(rows, rows, rows, gates, **{name: rows})
-    with pytest.raises(TypeError, match="transpose_state_layout"):
+    with pytest.raises(TypeError, match="lower_bound"):
+        chunk_gated_delta_rule(rows, rows, rows, gates, gates, lower_bound=-5.0)
+    with pytest.warns(DeprecationWarning, match="is now `state_v_first`"):
         chunk_gated_delta_rule(rows, rows, rows, gates, gates, transpose_state_layout=True)
+    with pytest.raises(ValueError, match="only without `state_v_first`"):
+        chunk_gated_delta_rule(rows, rows, rows, gates, gates, transpose_state_layout=True, state_v_first=True)
 
 
 @needs_torch
