@@ -5,6 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 import variant_judge
+from judge import close
 from reference import attention as reference
 from reference import visible
 
@@ -90,7 +91,7 @@ def test_random_calls():
                 scores = np.float64(q[b, :, h]) @ np.float64(k[b, :, h // group]).T * q.shape[3] ** -0.5
                 p = np.where(whole, np.exp(scores - np.where(whole, scores, -np.inf).max(1, keepdims=True)), 0)
                 want = p / p.sum(1, keepdims=True) @ np.float64(v[b, :, h // group])
-                assert np.abs(o[b, :, h] - want).max() < 2e-5
+                close(o[b, :, h], want)
                 compared += 1
     assert compared > 300 and variant_judge.COUNTS["judged"] == 200
 
@@ -107,7 +108,7 @@ def test_other_levels_are_attention_over_their_tiles(text):
     rows, cols = map(int, text.split("tile:")[1].split("x"))
     mask = np.kron(report.tiles.astype(bool), np.ones((rows, cols), bool))[..., :160, :160]
     want = attention(q, k, v, causal=True, mask=mask)
-    assert np.abs(attention(q, k, v, causal=True, skip=text) - want).max() < 1e-5
+    close(attention(q, k, v, causal=True, skip=text), want)
 
 
 def test_gradients_are_differences():
@@ -151,7 +152,7 @@ def test_packed_sequences_and_extras():
 def test_nothing_skipped_is_attention():
     rng = np.random.default_rng(5)
     q, k, v = (normal(rng, 2, 70, 2, 16) for _ in range(3))
-    assert np.abs(attention(q, k, v, skip=Skip()) - reference(q, k, v)[0]).max() < 2e-5
+    close(attention(q, k, v, skip=Skip()), reference(q, k, v)[0])
 
 
 def test_calibration_finds_the_class_of_a_head():

@@ -5,6 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 import variant_judge
+from judge import close
 from reference import visible
 
 import fulgurite
@@ -32,12 +33,6 @@ def named(x):
 
 def normal(rng, *shape):
     return rng.standard_normal(shape, dtype=np.float32)
-
-
-def close(got, want, bar=2e-5):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    assert np.abs(got - want).max(initial=0.0) <= bar * max(1.0, np.abs(want).max(initial=0.0))
 
 
 def differences(call, leaves, gradients, d_o, rng, count=3):
@@ -94,7 +89,7 @@ def test_parallax_random_calls():
         tensors, options, keep = parallax_call(rng)
         o, lse = parallax_attention(*tensors, return_lse=True, **options)
         assert lse.shape == (o.shape[0], o.shape[2], o.shape[1]) and lse.dtype == np.float32
-        close(o, parallax_reference(*tensors, keep, options.get("scale")), 1e-4)
+        close(o, parallax_reference(*tensors, keep, options.get("scale")))
     assert variant_judge.COUNTS["judged"] == 200
 
 
