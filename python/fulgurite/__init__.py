@@ -15,13 +15,14 @@ backend of that name. `python -m fulgurite doctor` describes the
 machine.
 
 `fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` contain k-means, HDBSCAN, DBSCAN, nearest
-neighbours, PCA and truncated SVD under scikit-learn's names. `fulgurite.ops` has the
-registered operators over whole tensors.
+neighbours, PCA and truncated SVD under scikit-learn's names. `fulgurite.fla` has the gated delta rule under
+flash-linear-attention's names; `parallax_attention` and `lighthouse_attention` are other variants. `fulgurite.ops` has
+the registered operators over whole tensors.
 """
 
-from . import ops
+from . import fla, ops
 from ._api import attention, attention_backward
-from ._combine import flash_attn_combine, get_scheduler_metadata
+from ._combine import flash_attn_combine, get_scheduler_metadata, merge
 from ._fulgurite import __version__, engines
 from .capture import captured
 from .flash import (
@@ -34,23 +35,42 @@ from .flash import (
     flash_attn_with_kvcache,
 )
 from .huggingface import register_with_diffusers, register_with_transformers
+from .insight import Counters, Explanation, attention_counters, explain
+from .kvcache import KvCache
 from .masks import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from .sage import sageattn
 from .sdpa import AuxOutput, AuxRequest, flex_attention, scaled_dot_product_attention
+from .skipping import Skip, SkipReport, classify_heads, skip_report
 from .trace import TraceError
+from .variants import (
+    lighthouse_attention,
+    lighthouse_attention_backward,
+    parallax_attention,
+    parallax_attention_backward,
+)
 
 __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "Counters",
+    "Explanation",
+    "KvCache",
+    "Skip",
+    "SkipReport",
     "TraceError",
     "__version__",
     "and_masks",
     "attention",
     "attention_backward",
+    "attention_counters",
     "captured",
+    "classify_heads",
     "create_block_mask",
     "create_mask",
     "engines",
+    "explain",
+    "fla",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -61,10 +81,17 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flex_attention",
     "get_scheduler_metadata",
+    "lighthouse_attention",
+    "lighthouse_attention_backward",
+    "merge",
     "noop_mask",
     "ops",
     "or_masks",
+    "parallax_attention",
+    "parallax_attention_backward",
     "register_with_diffusers",
     "register_with_transformers",
+    "sageattn",
     "scaled_dot_product_attention",
+    "skip_report",
 ]

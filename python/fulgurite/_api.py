@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any, Callable, Literal
 
-from . import _describe, _dispatch
+from . import _describe, _dispatch, _variants
 from ._arrays import integers, kind_of, needs_grad, readable, shape_of, squeezed
 from .capture import Tracer
 from .masks import block_lists
+from .skipping import entry
 
 Array = Any
 _LAYOUTS = {False: "[batch, sequence, heads, head_dim]", True: "[total, heads, head_dim]"}
@@ -33,6 +34,8 @@ def attention(
     cu_seqlens: tuple[Array, Array] | None = None,
     used_lengths: tuple[Array | None, Array | None] | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
+    skip: Any | None = None,
+    precision: str | None = None,
     exp: str | None = None,
     rescale: str | None = None,
     tau: float | None = None,
@@ -63,6 +66,9 @@ def attention(
     max_lengths   (for q, for k): upper bounds of the lengths of packed sequences. On a GPU, `cu_seqlens` is not
                   read back, and this bound selects the decode kernel if there are few queries; rows past the bound are
                   undefined there
+    skip          tiles of scores to leave out: a `Skip`, or its text as in "window:128:16,lambda:0.001"; CPU only
+    precision     of the products: "int8" (no gradients), "nvfp4", "mxfp4", "mxfp8", or two of these for scores and
+                  values as in "nvfp4/native"; gradients pass the rounding unchanged; CPU only
     exp, rescale, tau, engine, threads
                   how it is computed: the exponential ("native", "poly:5", "sas"), the rescale policy ("always",
                   "lazy:8", "optimistic"; tau=T is rescale="lazy:T"), one of `fulgurite.engines()`, and the number
@@ -87,12 +93,13 @@ def attention(
         is cu_seqlens
         is used_lengths
         is max_lengths
+        is skip
         is None
         and (ops is not None or "torch" not in sys.modules)
         and (ops is None or not ops.takes(q, k, v, ()))
     ):
         if (
-            window is scale is softcap is exp is rescale is tau is engine is threads is None
+            window is scale is softcap is exp is rescale is tau is engine is threads is precision is None
             and causal.__class__ is bool
             and deterministic is False
             and not _describe.backward_tuning
@@ -102,21 +109,30 @@ def attention(
             # Include types: 1 == True and 2.0 == 2, but not every argument accepts both.
             kinds = (type(causal), type(threads), type(window) is tuple and tuple(map(type, window)))
             tuned = (_describe.backward_tuning, _describe.sync_tuning)
-            key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, kinds, tuned)
+            key = (
+                causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, precision, kinds,
+                tuned,
+            )  # fmt: skip
         try:
             prepared = _dispatch._known.get(key)
         except TypeError:  # a list, or an array
             prepared = None
         if prepared is None:
             prepared = _dispatch.description(
-                _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
+                _describe.options(
+                    causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, precision
+                )
             )
             _dispatch.remember(key, prepared)
         return prepared.forward(q, k, v, (), out, return_lse)
-    text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
+    text = _describe.options(
+        causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, precision
+    )
     packed = cu_seqlens is not None
     text += _longest(packed, max_lengths, ops)
     call = _general
+    if skip is not None:
+        text = entry(skip) + text
     if ops is not None and not (score_mod is mask_mod is block_mask is None) and ops.torch.compiler.is_compiling():
         call = ops.between_graphs(_general)
     tensors = (mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths)
@@ -135,7 +151,29 @@ def _general(text, q, k, v, packed, tensors, out, return_lse):
     ops = _dispatch.ops()
     if ops is not None and isinstance(q, ops.torch.Tensor):
         q, k, v = ops.autocast(q, k, v)
+    if text.startswith("skip "):
+        if out is not None:
+            raise ValueError("`out` was given, allowed: only without `skip`; leave it out")
+        o, lse, _ = _variants.forward(text + extras.entries, [q, k, v, *extras.tensors])
+        return (o, lse) if return_lse else o
     return _dispatch.forward(text + extras.entries, q, k, v, extras.tensors, out, return_lse)
+
+
+def _described(
+    q, k, v, *, causal=False, window=None, scale=None, softcap=None, mask=None, bias=None, score_mod=None,
+    mask_mod=None, block_mask=None, sinks=None, alibi_slopes=None, cu_seqlens=None, used_lengths=None, precision=None,
+    exp=None, rescale=None, tau=None, engine=None, threads=None,
+):  # fmt: skip
+    """The description of an attention call and the tensors besides q, k and v."""
+    text = _describe.options(
+        causal, window, scale, softcap, exp, rescale, tau, engine, threads, precision=precision
+    )
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        _rows(name, array, cu_seqlens is not None)
+    extras = _extras(
+        mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, needs_grad
+    )
+    return text + extras.entries, extras.tensors
 
 
 def _longest(packed, max_lengths, ops):
@@ -238,6 +276,8 @@ def attention_backward(
     cu_seqlens: tuple[Array, Array] | None = None,
     used_lengths: tuple[Array | None, Array | None] | None = None,
     max_lengths: tuple[int | None, int | None] | None = None,
+    skip: Any | None = None,
+    precision: str | None = None,
     exp: str | None = None,
     rescale: str | None = None,
     tau: float | None = None,
@@ -252,7 +292,9 @@ def attention_backward(
     sinks, of bias and of each float array that `score_mod` captures, if present. `out` takes one array for each of
     them.
     """
-    text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
+    text = _describe.options(
+        causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, precision
+    )
     text += _longest(cu_seqlens is not None, max_lengths, _dispatch.ops())
     extras = _extras(
         mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, _is_float
@@ -264,6 +306,14 @@ def attention_backward(
     at = 3 + (sinks is not None)  # index of the bias gradient; the bias was passed without its axes of size 1
     if given is not None and bias is not None and len(given) > at:
         given[at] = given[at].reshape(extras.tensors[extras.at("bias")].shape)
+    if skip is not None:
+        if out is not None:
+            raise ValueError("`out` was given, allowed: only without `skip`; leave it out")
+        prepared, tensors = _variants.variant(entry(skip) + text + extras.entries), [q, k, v, *extras.tensors]
+        gradients = prepared.backward(tensors, [o, lse, prepared.forward(tensors)[2]], [d_o, d_lse])
+        if bias is not None:
+            gradients[at] = gradients[at].reshape(tuple(bias.shape))
+        return tuple(gradients)
     saved = (o, lse, d_o, d_lse)
     gradients = _dispatch.backward(text + extras.entries, q, k, v, extras.tensors, saved, given)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""Results over parts of the keys: `flash_attn_combine`; and `get_scheduler_metadata`, which has nothing to plan."""
+"""Results over parts of the keys: `merge` and `flash_attn_combine`. `get_scheduler_metadata` has nothing to plan."""
 
 from __future__ import annotations
 
@@ -59,6 +59,54 @@ def flash_attn_combine(
     return total if out is None else out, lse if return_lse else None
 
 
+def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Any, Any]:
+    """(o, lse) over all keys, from results over two disjoint parts of them.
+
+    o_a, o_b      `[batch, sequence, heads, head_dim]`, or packed `[total, heads, head_dim]`
+    lse_a, lse_b  `[batch, heads, sequence]`, or packed `[heads, total]`, as `attention(..., return_lse=True)` gives
+                  them; a part with LSE -inf saw no key
+
+    Merging is associative, so that more parts merge one after the other (ring, tree and cascade schemes). torch tensors
+    have gradients, through o and through the LSE.
+    """
+    shape = shape_of("o_a", o_a, "[batch, sequence, heads, head_dim]")
+    if len(shape) not in (3, 4):
+        allowed = "[batch, sequence, heads, head_dim], or [total, heads, head_dim]"
+        raise ValueError(f"`o_a` has shape {list(shape)}, allowed: {allowed}")
+    lse_shape = (*shape[:-3], shape[-2], shape[-3])
+    for name, x, want in (("o_b", o_b, shape), ("lse_a", lse_a, lse_shape), ("lse_b", lse_b, lse_shape)):
+        if shape_of(name, x, list(want)) != want:
+            raise ValueError(f"`{name}` has shape {list(x.shape)}, allowed: {list(want)}")
+    for name, x in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
+        if kind_of(x) != "float" or type(x) is not type(o_a) and not (is_torch(x) and is_torch(o_a)):
+            raise ValueError(f"`{name}` is {type(x).__name__} of {x.dtype}, allowed: floats of one library")
+    if is_torch(o_a):
+        return _merge_by_torch(o_a, lse_a, o_b, lse_b)
+    by_rows = [numpy.swapaxes(numpy.asarray(x), -1, -2) for x in (lse_a, lse_b)]
+    o, lse = _by_numpy(numpy.stack([numpy.asarray(o_a), numpy.asarray(o_b)]), numpy.stack(by_rows))
+    o, lse = o.astype(numpy.asarray(o_a).dtype), numpy.ascontiguousarray(numpy.swapaxes(lse, -1, -2))
+    if not isinstance(o_a, numpy.ndarray):
+        asarray = o_a.__array_namespace__().asarray
+        return asarray(o), asarray(lse)
+    return o, lse
+
+
+def _merge_by_torch(o_a, lse_a, o_b, lse_b):
+    import torch
+
+    lse_a, lse_b = lse_a.float(), lse_b.float()
+    # Where no part saw a key, the difference of infinities is NaN, also in its gradient.
+    empty = torch.maximum(lse_a, lse_b) == -float("inf")
+    a, b = (torch.where(empty, 0.0, x) for x in (lse_a, lse_b))
+    lse = torch.logaddexp(a, b)
+    parts = []
+    for o, x in ((o_a, a), (o_b, b)):
+        share = torch.where(empty, 0.0, torch.exp(x - lse)).transpose(-1, -2)[..., None]
+        # A part that saw no key may hold anything.
+        parts.append(torch.where(share == 0, 0.0, share * o.float()))
+    return (parts[0] + parts[1]).to(o_a.dtype), torch.where(empty, -float("inf"), lse)
+
+
 def _by_torch(out_partial, lse_partial):
     import torch
 
@@ -73,7 +121,8 @@ def _by_numpy(out_partial, lse_partial):
     lse_partial = numpy.asarray(lse_partial).astype(numpy.float32)
     most = lse_partial.max(0)
     most = numpy.where(numpy.isneginf(most), numpy.float32(0), most)
-    shares = numpy.exp(lse_partial - most)
+    with numpy.errstate(invalid="ignore"):  # an LSE of +inf, which is no result of attention
+        shares = numpy.exp(lse_partial - most)
     with numpy.errstate(divide="ignore"):
         lse = most + numpy.log(shares.sum(0))
     shares = numpy.exp(lse_partial - numpy.where(numpy.isneginf(lse), numpy.float32(0), lse))[..., None]

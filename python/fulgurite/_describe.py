@@ -14,7 +14,7 @@ sync_tuning = ""
 _CAUSAL = {"bottom-right": "causal bottom-right;", "top-left": "causal top-left;"}
 
 
-def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic=False) -> str:
+def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic=False, precision=None) -> str:
     """The entries of numbers and names. Their reader checks the values, except those that only Python can check."""
     text = ""
     if causal is True:
@@ -37,7 +37,7 @@ def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, 
         if rescale is not None:
             raise ValueError(f"`tau` is {tau} and `rescale` is {rescale!r}; tau=T means rescale='lazy:T', give one")
         rescale = f"lazy:{_number('tau', tau)}"
-    for key, name in (("exp", exp), ("rescale", rescale), ("engine", engine)):
+    for key, name in (("exp", exp), ("rescale", rescale), ("engine", engine), ("precision", precision)):
         if name is not None:
             text += f"{key} {_word(key, name)};"
     if threads is not None:

@@ -35,6 +35,12 @@ class Description:
     ) -> list[Judged]:
         """Compares [o] or [o, lse], or with `saved` the gradients, with the f64 oracle, by the tolerance rule."""
 
+    def counted(self, q: Any, k: Any, v: Any, extras: Sequence[Any]) -> tuple[Any, Any, list[int]]:
+        """o, lse, and the counters: rescales possible, rescales done, blocks computed again."""
+
+    def explain(self, q: Any, k: Any, v: Any, extras: Sequence[Any]) -> list[str]:
+        """Which engine computes this call and why, in one line each."""
+
     def time(self, q: Any, k: Any, v: Any, out: Any, times: int) -> float:
         """Seconds that the engine takes for `times` forward calls, everything around it done once."""
 
@@ -46,6 +52,68 @@ class Judged:
     ok: bool
     allowed: float
     text: str
+
+@final
+class Variant:
+    """A variant of attention as text, prepared for many calls; `python/src/variants` has the entries."""
+
+    def __new__(cls, text: str) -> Variant: ...
+    def forward(self, tensors: Sequence[Any]) -> list[Any]:
+        """The outputs, in new arrays of the same kind as the first tensor."""
+
+    def counted(self, tensors: Sequence[Any]) -> tuple[list[Any], SkipCounts]:
+        """The outputs of block skipping, and how many tiles each level kept."""
+
+    def backward(self, tensors: Sequence[Any], outputs: Sequence[Any], d_outputs: Sequence[Any | None]) -> list[Any]:
+        """Gradients of the tensors that have one, from the gradients of the outputs, each of which may be None."""
+
+    def judge(
+        self,
+        tensors: Sequence[Any],
+        outputs: Sequence[Any],
+        d_outputs: Sequence[Any | None] | None = None,
+        gradients: Sequence[Any] | None = None,
+    ) -> list[Judged]:
+        """Compares the outputs, or the gradients if they are given, with the f64 oracle, by the tolerance rule."""
+
+    def time(self, tensors: Sequence[Any], times: int) -> float:
+        """Seconds that the engine takes for `times` forward calls into the same outputs."""
+
+@final
+class SkipCounts:
+    """How many tiles each level of block skipping kept, and a bound of the error of the in-kernel level."""
+
+    visible: int
+    by_class: int
+    by_proxy: int
+    kept: int
+    error_bound: float
+
+@final
+class Cache:
+    """A key/value cache of one sequence; `fulgurite.KvCache` is its public form."""
+
+    def __new__(
+        cls,
+        sizes: list[int],
+        float: str | None,
+        packed: tuple[list[int], list[int]] | None,
+        engine: str,
+        threads: int | None,
+    ) -> Cache: ...
+    @staticmethod
+    def load(contents: tuple[dict[str, str], dict[str, bytes]], engine: str, threads: int | None) -> Cache: ...
+    def save(self) -> tuple[dict[str, str], dict[str, bytes]]: ...
+    def append(self, k: Any, v: Any) -> None: ...
+    def attend(self, q: Any, scale: float) -> tuple[Any, Any]: ...
+    def truncate(self, len: int) -> None: ...
+    def fork(self) -> Cache: ...
+    def get(self, token: int, head: int) -> list[list[float]] | None: ...
+    def usage(self) -> tuple[int, int, float]: ...
+    def spec(self) -> tuple[list[int], str | None, tuple[list[int], list[int]] | None]: ...
+
+def head_bits(rows: Any, two: int) -> list[int]:
+    """Bits of each head from calibration rows `[tokens, heads, dim]`."""
 
 @final
 class Outcome:

@@ -8,7 +8,7 @@ use fulgurite_core::{DType, TensorView, TensorViewMut};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple};
 use std::fmt;
 
 /// A `ValueError` for a mistake of the caller.
@@ -44,6 +44,8 @@ pub struct Element {
 impl Element {
     /// The element of `DType::F32`.
     pub const F32: Element = Element { code: 2, bits: 32 };
+    /// The element of `DType::I32`.
+    pub const I32: Element = Element { code: 0, bits: 32 };
 
     /// The element type with torch's name; an unknown name gives an unsupported type.
     pub fn named(name: &str) -> Element {
@@ -289,6 +291,18 @@ impl Array {
 
     /// A writable tensor view, valid until `self` is dropped at the end of the call.
     pub fn view_mut<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
+        self.view_mut_from(0, arg, claims)
+    }
+
+    /// Like [`view_mut`](Self::view_mut), without the first axis, which must have one element.
+    pub fn view_mut_unbatched<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
+        match self.shape() {
+            [1, ..] => self.view_mut_from(1, arg, claims),
+            other => Err(wrong(format!("`{arg}` has shape {other:?}, allowed: a first axis of 1"))),
+        }
+    }
+
+    fn view_mut_from<'a>(&'a self, axis: usize, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
         self.check_writable(arg)?;
         self.on_host(arg)?;
         let (strides, span) = self.span(arg)?;
@@ -298,7 +312,7 @@ impl Array {
         claims.0.push((arg, span));
         // SAFETY: the extension's contract holds, and no other slice of this call overlaps the memory.
         let data = unsafe { span.write() };
-        TensorViewMut::strided(data, self.shape(), &strides[..self.layout.rank])
+        TensorViewMut::strided(data, &self.shape()[axis..], &strides[axis..self.layout.rank])
             .map_err(|e| wrong(format!("`{arg}`: {e}")))
     }
 }
@@ -339,32 +353,35 @@ impl Fresh {
 const ALIGN_BYTES: usize = 64;
 
 /// A new contiguous array of the same kind and on the same device as `like`, which `array` describes. It has the type
-/// of `like` unless `f32` is set.
-pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool) -> PyResult<Fresh> {
+/// of `like` unless `element` names another one.
+pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], element: Option<Element>) -> PyResult<Fresh> {
     static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = like.py();
     let protocol = foreign::protocol(like)?;
     if let Some(ArrayProtocol::Table(table)) = protocol {
-        let element = if f32 { Element::F32 } else { array.layout.element };
+        let element = element.unwrap_or(array.layout.element);
         return Ok(Fresh { object: table.allocate(py, element, array.layout.device, shape)?, into: None });
     }
     let dimensions = PyTuple::new(py, shape)?;
+    let name = element.map(|element| element.to_string());
     let object = match protocol {
-        Some(ArrayProtocol::Methods(_)) if f32 => {
+        Some(ArrayProtocol::Methods(_)) if name.is_some() => {
             let options = PyDict::new(py);
-            options.set_item("dtype", py.import("torch")?.getattr("float32")?)?;
+            options.set_item("dtype", py.import("torch")?.getattr(name.unwrap_or_default().as_str())?)?;
             like.call_method("new_empty", (dimensions,), Some(&options))?
         }
         Some(ArrayProtocol::Table(_) | ArrayProtocol::Methods(_)) => {
             like.call_method1(pyo3::intern!(py, "new_empty"), (dimensions,))?
         }
-        Some(ArrayProtocol::Capsule) if matches!(array.place(), Place::Cuda(_)) => return on_its_gpu(like, shape, f32),
-        Some(ArrayProtocol::Capsule) => return aligned(like, shape, f32),
+        Some(ArrayProtocol::Capsule) if matches!(array.place(), Place::Cuda(_)) => {
+            return on_its_gpu(like, shape, name);
+        }
+        Some(ArrayProtocol::Capsule) => return aligned(like, shape, name),
         Some(ArrayProtocol::Struct) | None => {
-            let dtype = if f32 {
-                pyo3::intern!(py, "float32").clone().into_any()
-            } else {
-                like.getattr(pyo3::intern!(py, "dtype"))?
+            let dtype = match element {
+                Some(Element::F32) => pyo3::intern!(py, "float32").clone().into_any(),
+                Some(other) => PyString::new(py, &other.to_string()).into_any(),
+                None => like.getattr(pyo3::intern!(py, "dtype"))?,
             };
             EMPTY
                 .get_or_try_init(py, || Ok::<_, PyErr>(py.import("numpy")?.getattr("empty")?.unbind()))?
@@ -376,11 +393,11 @@ pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool)
 }
 
 /// An array made by the library itself on the GPU of `like`; nothing else refers to it yet.
-fn on_its_gpu(like: &Bound<'_, PyAny>, shape: &[usize], f32: bool) -> PyResult<Fresh> {
+fn on_its_gpu(like: &Bound<'_, PyAny>, shape: &[usize], name: Option<String>) -> PyResult<Fresh> {
     let py = like.py();
     let library = like.call_method0("__array_namespace__")?;
     let options = PyDict::new(py);
-    options.set_item("dtype", if f32 { library.getattr("float32")? } else { like.getattr("dtype")? })?;
+    options.set_item("dtype", name.map_or_else(|| like.getattr("dtype"), |name| library.getattr(name.as_str()))?)?;
     options.set_item("device", like.getattr("device")?)?;
     let object = library.call_method("empty", (PyTuple::new(py, shape)?,), Some(&options))?;
     // Some libraries fill the array asynchronously: wait, so that they do not overwrite our results.
@@ -391,10 +408,10 @@ fn on_its_gpu(like: &Bound<'_, PyAny>, shape: &[usize], f32: bool) -> PyResult<F
 }
 
 /// A NumPy array that another library will take over.
-fn aligned(like: &Bound<'_, PyAny>, shape: &[usize], f32: bool) -> PyResult<Fresh> {
+fn aligned(like: &Bound<'_, PyAny>, shape: &[usize], name: Option<String>) -> PyResult<Fresh> {
     let py = like.py();
     let numpy = py.import("numpy")?;
-    let dtype = if f32 { numpy.getattr("float32")? } else { like.getattr("dtype")? };
+    let dtype = name.map_or_else(|| like.getattr("dtype"), |name| numpy.getattr(name.as_str()))?;
     let dtype = numpy.call_method1("dtype", (dtype,))?;
     let size: usize = dtype.getattr("itemsize")?.extract()?;
     let bytes = shape.iter().try_fold(size, |n, &m| n.checked_mul(m)).and_then(|n| n.checked_add(ALIGN_BYTES));

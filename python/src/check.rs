@@ -36,6 +36,12 @@ pub struct Judged {
     text: String,
 }
 
+impl From<(String, Verdict)> for Judged {
+    fn from((name, verdict): (String, Verdict)) -> Judged {
+        Judged { name, ok: verdict.ok(), allowed: verdict.allowed, text: verdict.to_string() }
+    }
+}
+
 /// o, lse, d_o and d_lse of a backward call.
 pub type SavedObjects<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
@@ -59,13 +65,7 @@ pub fn judge(
             py.detach(|| call.judge_backward([&o, &lse, &d_o], d_lse.as_ref(), gradients))?
         }
     };
-    let judged = |(name, verdict): (String, Verdict)| Judged {
-        name,
-        ok: verdict.ok(),
-        allowed: verdict.allowed,
-        text: verdict.to_string(),
-    };
-    Ok(verdicts.into_iter().map(judged).collect())
+    Ok(verdicts.into_iter().map(Judged::from).collect())
 }
 
 /// Runs all cases of a type on an engine.

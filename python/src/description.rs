@@ -7,6 +7,7 @@
 //! causal bottom-right | top-left      window LEFT RIGHT (- is unbounded)     scale X      softcap X
 //! tuning groups=N cols=N ...   sync_tuning blocks=N cols=N ...   (of a GPU kernel: for measurements)
 //! backward head_splits=N pairs=N ... (changes of the configuration that gradients have on a GPU: for measurements)
+//! precision NAME (of the products: int8, nvfp4, ...)
 //! exp NAME   engine NAME   threads N   rescale NAME   order fixed            blocks ROWS COLS
 //! longest Q K (upper bounds of the lengths of packed sequences, - is unknown: a GPU cannot read its offsets)
 //! score EXPRESSION   mask EXPRESSION   (see `expression`)
@@ -18,7 +19,8 @@ use crate::expression;
 use crate::recent::RecentCalls;
 use fulgurite::gpu::{BackwardConfig, DECODE_ROWS, ForwardConfig, Order, ProfileSource, SyncConfig};
 use fulgurite::{
-    BlockLists, BlockSpec, Choice, Engine, Exp, Expr, GradientOutputs, Mask, Problem, Rescale, Settings, TensorViewMut,
+    BlockLists, BlockSpec, Choice, Engine, Exp, Expr, GradientOutputs, Mask, Precision, Problem, ProblemBuilder,
+    Rescale, Settings, TensorViewMut,
 };
 use fulgurite_core::lru::Lru;
 use fulgurite_core::problem::ALIBI_SLOPES;
@@ -94,6 +96,7 @@ pub struct Description {
     scale: Option<f32>,
     softcap: Option<f32>,
     exp: Option<Exp>,
+    precision: Precision,
     blocks: Option<[usize; 2]>,
     /// One role for each tensor besides q, k and v.
     pub roles: Vec<Role>,
@@ -101,6 +104,8 @@ pub struct Description {
     pub engine: Box<dyn Engine>,
     /// The choice of the caller.
     pub choice: Choice,
+    /// The settings of the engine.
+    pub settings: Settings,
     pub rescale: Option<Rescale>,
     pub tuning: Option<ForwardConfig>,
     pub sync_tuning: Option<SyncConfig>,
@@ -139,7 +144,7 @@ impl Description {
         let (mut mask, mut score, mut scale, mut softcap) = (Mask::none(), None, None, None);
         let (mut exp, mut blocks, mut roles, mut longest) = (None, None, Vec::new(), [None; 2]);
         let (mut choice, mut settings, mut rescale, mut tuning) = (Choice::Best, Settings::default(), None, None);
-        let (mut backward, mut sync_tuning) = (None, None);
+        let (mut backward, mut sync_tuning, mut precision) = (None, None, Precision::Native);
         let say = |e: &dyn Display| e.to_string();
         for entry in text.split(';').filter(|entry| !entry.is_empty()) {
             let (key, rest) = entry.split_once(' ').unwrap_or((entry, ""));
@@ -158,6 +163,7 @@ impl Description {
                 ("scale", [x]) => scale = Some(number::<f64>(key, x)? as f32),
                 ("softcap", [x]) => softcap = Some(number::<f64>(key, x)? as f32),
                 ("exp", [name]) => exp = Some(name.parse::<Exp>().map_err(|e| say(&e))?),
+                ("precision", [name]) => precision = name.parse::<Precision>().map_err(|e| say(&e))?,
                 ("engine", [name]) => choice = name.parse::<Choice>().map_err(|e| say(&e))?,
                 ("threads", [n]) => {
                     // A negative number is as wrong as 0, and gets the same message.
@@ -196,6 +202,7 @@ impl Description {
             scale,
             softcap,
             exp,
+            precision,
             blocks,
             roles,
             engine,
@@ -205,6 +212,7 @@ impl Description {
             sync_tuning,
             backward,
             order: settings.order,
+            settings,
             longest,
             recent: Mutex::new(Lru::new(MAX_PROBLEMS)),
             recent_calls: RecentCalls::default(),
@@ -313,7 +321,17 @@ impl Description {
         [q.filter(decodes).map_or(total_q, |q| q.min(total_q)), k.map_or(total_k, |k| k.min(total_k))]
     }
 
-    fn build(&self, [q, k, v]: [&Array; 3], extras: &[Array], packed: Option<Packed>) -> PyResult<Problem> {
+    fn build(&self, arrays: [&Array; 3], extras: &[Array], packed: Option<Packed>) -> PyResult<Problem> {
+        self.describe(arrays, extras, packed)?.build().map_err(|e| wrong(e.to_string()))
+    }
+
+    /// The description of the problem of these arrays, to be completed.
+    pub fn builder(&self, arrays: [&Array; 3], extras: &[Array]) -> PyResult<ProblemBuilder> {
+        let packed = self.packed(arrays[0], arrays[1], extras)?;
+        self.describe(arrays, extras, packed)
+    }
+
+    fn describe(&self, [q, k, v]: [&Array; 3], extras: &[Array], packed: Option<Packed>) -> PyResult<ProblemBuilder> {
         let (rank, layout) =
             if packed.is_some() { (3, "[total, heads, head_dim]") } else { (4, "[batch, sequence, heads, head_dim]") };
         for (arg, array) in [("q", q), ("k", k), ("v", v)] {
@@ -362,7 +380,7 @@ impl Description {
         if let Some(exp) = self.exp {
             builder = builder.exp(exp);
         }
-        builder.build().map_err(|e| wrong(e.to_string()))
+        Ok(builder.precision(self.precision))
     }
 }
 

@@ -3,12 +3,12 @@
 //! Arrays in host memory go to the engine that the description names. A call with arrays on a GPU branches off to
 //! `cuda`, with the same description and the same arrays.
 
-use crate::array::{Array, Claims, Place, fresh, refuse, refuse_forward, wrong};
+use crate::array::{Array, Claims, Element, Place, fresh, refuse, refuse_forward, wrong};
 use crate::blocks;
 use crate::cuda;
 use crate::description::{Description, GradientFields, Role};
 use fulgurite::{
-    BlockMask, Choice, DType, Forward, Gradients, Inputs, Outputs, Problem, Run, Saved, Tensor, TensorViewMut,
+    BlockMask, Choice, DType, Forward, Gradients, Inputs, Outputs, Problem, Run, Saved, Tally, Tensor, TensorViewMut,
 };
 use fulgurite_core::compare::{self, Verdict};
 use pyo3::prelude::*;
@@ -63,24 +63,7 @@ impl<'a> Call<'a> {
     }
 
     fn inputs<'b>(&'b self, claims: &mut Claims<'b>) -> PyResult<Inputs<'b>> {
-        let mut inputs = Inputs::new(self.q.view("q", claims)?, self.k.view("k", claims)?, self.v.view("v", claims)?);
-        for (role, array) in self.description.roles.iter().zip(&self.extras) {
-            let slot = match role {
-                Role::Sinks => &mut inputs.sinks,
-                Role::CuQ => &mut inputs.cu_seqlens_q,
-                Role::CuK => &mut inputs.cu_seqlens_k,
-                Role::UsedQ => &mut inputs.used_q,
-                Role::UsedK => &mut inputs.used_k,
-                Role::Blocks(_) => continue,
-                Role::Aux { name, .. } => {
-                    inputs.aux.push((name, array.view(name, claims)?));
-                    continue;
-                }
-            };
-            *slot = Some(array.view(role.name(), claims)?);
-        }
-        inputs.block_mask = self.blocks.as_ref();
-        Ok(inputs)
+        inputs_of(self.description, [&self.q, &self.k, &self.v], &self.extras, self.blocks.as_ref(), claims)
     }
 
     /// Fills o, and lse if it is given.
@@ -91,6 +74,11 @@ impl<'a> Call<'a> {
 
     fn engine_forward(&self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> PyResult<()> {
         self.description.engine.forward_into(&self.problem, inputs, outputs, &Run::default()).map_err(refuse_forward)
+    }
+
+    /// The problem that the arrays and the description define.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
     }
 
     /// Seconds that the engine takes for `times` calls; the work around it is done once.
@@ -220,6 +208,34 @@ impl<'a> Call<'a> {
     }
 }
 
+/// The tensors of a call that a description defines.
+pub fn inputs_of<'b>(
+    description: &'b Description,
+    [q, k, v]: [&'b Array; 3],
+    extras: &'b [Array],
+    blocks: Option<&'b BlockMask>,
+    claims: &mut Claims<'b>,
+) -> PyResult<Inputs<'b>> {
+    let mut inputs = Inputs::new(q.view("q", claims)?, k.view("k", claims)?, v.view("v", claims)?);
+    for (role, array) in description.roles.iter().zip(extras) {
+        let slot = match role {
+            Role::Sinks => &mut inputs.sinks,
+            Role::CuQ => &mut inputs.cu_seqlens_q,
+            Role::CuK => &mut inputs.cu_seqlens_k,
+            Role::UsedQ => &mut inputs.used_q,
+            Role::UsedK => &mut inputs.used_k,
+            Role::Blocks(_) => continue,
+            Role::Aux { name, .. } => {
+                inputs.aux.push((name, array.view(name, claims)?));
+                continue;
+            }
+        };
+        *slot = Some(array.view(role.name(), claims)?);
+    }
+    inputs.block_mask = blocks;
+    Ok(inputs)
+}
+
 /// Rejects a wrong number of gradients.
 fn count(want: &[(String, Vec<usize>, bool)], gradients: &[Array]) -> PyResult<()> {
     if gradients.len() == want.len() {
@@ -269,7 +285,7 @@ fn names(description: &Description) -> impl Iterator<Item = &str> {
 }
 
 /// Rejects arrays that are not in host memory.
-fn on_host<'a>(arrays: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
+pub fn on_host<'a>(arrays: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
     for (name, array) in arrays {
         if array.place() != Place::Host {
             return Err(wrong(format!("`{name}` is on {}, allowed here: cpu; move it with .cpu()", array.place())));
@@ -288,8 +304,9 @@ pub fn forward(
 ) -> PyResult<(Py<PyAny>, Option<Py<PyAny>>)> {
     let py = qkv[0].py();
     let call = Call::new(description, qkv, extras)?;
-    let made = if out.is_none() { Some(fresh(qkv[0], &call.q, &call.problem.o_shape(), false)?) } else { None };
-    let made_lse = if want_lse { Some(fresh(qkv[0], &call.q, &call.problem.lse_shape(), true)?) } else { None };
+    let made = if out.is_none() { Some(fresh(qkv[0], &call.q, &call.problem.o_shape(), None)?) } else { None };
+    let made_lse =
+        if want_lse { Some(fresh(qkv[0], &call.q, &call.problem.lse_shape(), Some(Element::F32))?) } else { None };
     let o = match (out, &made) {
         (Some(out), _) => Array::read("out", out)?,
         (None, Some(made)) => Array::of_result("out", made.object(py))?,
@@ -308,6 +325,31 @@ pub fn forward(
         None => out.map(|out| out.clone().unbind()).expect("bug in fulgurite: one of the two is there"),
     };
     Ok((result, made_lse.map(|made| made.finish(py)).transpose()?))
+}
+
+/// Computes attention of host arrays into new arrays, and counts: rescales that were possible and that were done, and
+/// blocks that were computed again.
+pub fn counted(
+    description: &Description,
+    qkv: [&Bound<'_, PyAny>; 3],
+    extras: &[Bound<'_, PyAny>],
+) -> PyResult<(Py<PyAny>, Py<PyAny>, [u64; 3])> {
+    let py = qkv[0].py();
+    let call = Call::new(description, qkv, extras)?;
+    on_host([("q", &call.q)])?;
+    let o = fresh(qkv[0], &call.q, &call.problem.o_shape(), None)?;
+    let lse = fresh(qkv[0], &call.q, &call.problem.lse_shape(), Some(Element::F32))?;
+    let (to, to_lse) = (Array::of_result("o", o.object(py))?, Array::of_result("lse", lse.object(py))?);
+    let tally = Tally::default();
+    py.detach(|| {
+        call.with_outputs(&to, Some(&to_lse), |inputs, outputs| {
+            let run = Run::default().tally(&tally);
+            description.engine.forward_into(&call.problem, inputs, outputs, &run).map_err(refuse_forward)
+        })
+    })?;
+    let counters = tally.counters();
+    let counts = [counters.rescales_possible, counters.rescales_done, counters.blocks_redone];
+    Ok((o.finish(py)?, lse.finish(py)?, counts))
 }
 
 /// Computes the gradients of attention into new arrays, or into `out`.
@@ -333,8 +375,10 @@ pub fn backward(
             Ok(objects.into_iter().map(Bound::unbind).collect())
         }
         None => {
-            let made =
-                want.iter().map(|(_, shape, f32)| fresh(qkv[0], &call.q, shape, *f32)).collect::<PyResult<Vec<_>>>()?;
+            let made = want
+                .iter()
+                .map(|(_, shape, f32)| fresh(qkv[0], &call.q, shape, f32.then_some(Element::F32)))
+                .collect::<PyResult<Vec<_>>>()?;
             let arrays = want.iter().zip(&made).map(|((name, ..), made)| Array::of_result(name, made.object(py)));
             call.backward(qkv[0], saved, &arrays.collect::<PyResult<Vec<_>>>()?)?;
             made.into_iter().map(|made| made.finish(py)).collect()

@@ -8,6 +8,7 @@
 
 mod array;
 mod blocks;
+mod cache;
 mod check;
 mod cuda;
 mod description;
@@ -20,6 +21,7 @@ mod neighbors;
 mod operators;
 mod read;
 mod recent;
+mod variants;
 
 use pyo3::prelude::*;
 
@@ -36,6 +38,8 @@ mod _fulgurite {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    use crate::cache::{Cache, head_bits};
+    #[pymodule_export]
     use crate::check::{Judged, Outcome};
     #[pymodule_export]
     use crate::description::Description;
@@ -43,6 +47,8 @@ mod _fulgurite {
     use crate::gpu::Gpu;
     #[pymodule_export]
     use crate::neighbors::{Clusters, Index, assign, dbscan, hdbscan, project, svd};
+    #[pymodule_export]
+    use crate::variants::{SkipCounts, Variant};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -106,6 +112,30 @@ mod _fulgurite {
             saved: Option<SavedObjects<'_>>,
         ) -> PyResult<Vec<Judged>> {
             crate::check::judge(self, [q, k, v], &extras, &results, saved.as_ref())
+        }
+
+        /// Computes attention of host arrays. Returns o, lse and the counters: rescales that were possible and that were
+        /// done, and blocks that were computed again.
+        fn counted(
+            &self,
+            q: &Bound<'_, PyAny>,
+            k: &Bound<'_, PyAny>,
+            v: &Bound<'_, PyAny>,
+            extras: Vec<Bound<'_, PyAny>>,
+        ) -> PyResult<(Py<PyAny>, Py<PyAny>, [u64; 3])> {
+            dispatch::counted(self, [q, k, v], &extras)
+        }
+
+        /// Which engine computes this call and why, in one line each.
+        fn explain(
+            &self,
+            q: &Bound<'_, PyAny>,
+            k: &Bound<'_, PyAny>,
+            v: &Bound<'_, PyAny>,
+            extras: Vec<Bound<'_, PyAny>>,
+        ) -> PyResult<Vec<String>> {
+            let call = Call::new(self, [q, k, v], &extras)?;
+            Ok(fulgurite::explain(call.problem(), self.choice).lines().map(String::from).collect())
         }
 
         /// Seconds that the engine takes for `times` forward calls, with everything prepared. The rest of a call's time

@@ -1,6 +1,6 @@
 //! Operators over whole tensors, called by name: on a GPU where the arrays lie there, else by definition or on the simulator.
 
-use crate::array::{Array, Claims, fresh, refuse, wrong};
+use crate::array::{Array, Claims, Element, fresh, refuse, wrong};
 use crate::cuda;
 use crate::dispatch::one_place;
 use fulgurite::gpu::{Session, Tables, TensorOperator, TensorType, tensor_operators};
@@ -40,7 +40,7 @@ pub fn apply(py: Python<'_>, name: &str, objects: &[Bound<'_, PyAny>], engine: &
         let (place, allowed) = (first.place(), engines.join(", "));
         return Err(wrong(format!("`engine` is {engine:?}, allowed for tensors on {place}: {allowed}")));
     }
-    let result = fresh(&objects[0], first, &want.shape, want.dtype == DType::F32)?;
+    let result = fresh(&objects[0], first, &want.shape, (want.dtype == DType::F32).then_some(Element::F32))?;
     let output = Array::read("output", result.object(py))?;
     if on_gpu {
         cuda::apply(operator, &objects[0], &arrays, &output)?;

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["docs/guide/python.md", "docs/guide/neighbors.md", "README.md"]
+PAGES = [
+    "docs/guide/python.md",
+    "docs/guide/neighbors.md",
+    "docs/guide/block-skipping.md",
+    "docs/guide/gated-delta-rule.md",
+    "docs/guide/lighthouse.md",
+    "docs/guide/low-precision.md",
+    "docs/guide/parallax.md",
+    "README.md",
+]
 
 
 def blocks(page):

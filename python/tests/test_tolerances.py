@@ -10,6 +10,10 @@ OTHERS = {
     "test_gpu.py": 2,  # logits and losses of whole models in bf16 against another library
     "test_diffusers.py": 1,  # a whole model against another library
     "test_sentence_transformers.py": 1,  # embeddings of a whole model against another library
+    "test_gated_delta.py": 2,  # differences of results in f32; a layer of a model against another library
+    "test_insight.py": 5,  # two results in f32, merged, which is no call with an oracle
+    "test_skip.py": 3,  # differences of results in f32; decisions too close to call; what calibration leaves out
+    "test_variants.py": 1,  # differences of results in f32
     "test_ops.py": 1,  # a row-wise product, whose bound is derived there
     "test_torch_autograd.py": 1,  # gradients of a compiled graph against those of the same graph without the compiler
 }

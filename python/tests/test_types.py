@@ -39,6 +39,18 @@ blocks = fulgurite.create_block_mask(lambda b, h, i, j: i >= j, None, None, 4, 4
 o = flex_attention(x, x, x, block_mask=blocks)
 share: float = blocks.sparsity()
 fulgurite.register_with_transformers()
+o = fulgurite.parallax_attention(x, x, x, x, causal=True)
+o = fulgurite.attention(x, x, x, skip=fulgurite.Skip(["dense", "log"], top=0.5), precision="nvfp4")
+o = fulgurite.sageattn(x, x, x, "NHD", is_causal=True)
+cache = fulgurite.KvCache(2, 64, 4096, storage="packed", v_bits=[4, 2])
+tokens: int = len(cache.fork())
+o, lse = fulgurite.merge(x, x, x, x)
+done: int = fulgurite.attention_counters(x, x, x, rescale="always").rescales_done
+why = fulgurite.explain(x, x, x, causal=True)["engine"]
+kept: int = fulgurite.skip_report(x, x, x, skip="log").kept
+d_q, d_k, d_v = fulgurite.lighthouse_attention_backward(x, x, x, x, levels=2)
+o, state = fulgurite.fla.chunk_gated_delta_rule(x, x, x, x, x, output_final_state=True)
+o, state = fulgurite.fla.fused_recurrent_gated_delta_rule(x, x, x, x, beta=x, scale=0.5)
 """
 WRONG = """
 flash_attn_func(x, x, x, casual=True)
@@ -55,6 +67,16 @@ flash_attn_func(x, x, x, causal="yes")
 flash_attn_func(x, x, x, window_size=3)
 flash_attn_with_kvcache(x, x, x, window_size=(1.5, 2))
 flash_attn_func(x, x)
+fulgurite.fla.chunk_gated_delta_rule(x, x, x, x, x, l2norm=True)
+fulgurite.parallax_attention(x, x, x, causal=True)
+fulgurite.Skip(tile=64)
+fulgurite.merge(x, x, x)
+done: str = fulgurite.attention_counters(x, x, x).rescales_done
+fulgurite.sageattn(x, x, x, causal=True)
+fulgurite.KvCache(2, 64)
+tokens: str = fulgurite.KvCache(2, 64, 8).capacity
+fulgurite.lighthouse_attention(x, x, x, levels="two")
+fulgurite.fla.chunk_gated_delta_rule(x, x, x, x, x, scale="big")
 fulgurite.create_block_mask(3, None, None, 4, 4)
 share: str = fulgurite.create_block_mask(lambda b, h, i, j: i >= j, None, None, 4, 4).sparsity()
 """

@@ -3,6 +3,8 @@
 //! Block skipping and Parallax extend an attention call ([`Attention::skip`], [`Attention::parallax`]); the others have
 //! separate calls ([`lighthouse`], [`gated_delta`]). `fulgurite-core` defines their results.
 
+mod gates;
+
 use crate::attention::Attention;
 use crate::choice::{Choice, Settings};
 use crate::cpu::Cpu;
@@ -13,14 +15,18 @@ use fulgurite_core::gated_delta::GatedDeltaBuilder;
 use fulgurite_core::lighthouse::TILE;
 use fulgurite_core::{Gradients, Saved, TensorView};
 
-pub use fulgurite_core::gated_delta::{DeltaForward, DeltaGradients, DeltaInputs, DeltaSaved, GatedDelta, QkNorm};
+pub use fulgurite_core::gated_delta::{
+    DeltaForward, DeltaGradientOutputs, DeltaGradients, DeltaInputs, DeltaOutputs, DeltaSaved, GatedDelta, QkNorm,
+};
 pub use fulgurite_core::lighthouse::Lighthouse;
 pub use fulgurite_core::parallax::{Parallax, ParallaxForward, ParallaxGradients};
 pub use fulgurite_core::skip::{HeadClass, Lambda, Proxy, Skip, SkipProblem, SkipTextError, TileCounts};
 pub use fulgurite_cpu::{
-    DeltaCounters, DeltaForm, DeltaSegments, LighthouseForward, LighthouseGradients, SkipOutcome, gated_delta_backward,
-    gated_delta_forward, lighthouse_backward, lighthouse_forward, parallax_backward, parallax_forward, skip_forward,
+    DeltaCounters, DeltaForm, DeltaSegments, LighthouseForward, LighthouseGradients, Options, SkipOutcome,
+    gated_delta_backward, gated_delta_forward, lighthouse_backward, lighthouse_forward, parallax_backward,
+    parallax_forward, skip_forward,
 };
+pub use gates::{DeltaGates, DeltaStep, GateGradients};
 
 /// The CPU engine of a choice, for `feature`, one of these variants; other engines do not support them. Its
 /// [`options`](Cpu::options) go to the functions that take tensors bound to a problem, such as [`skip_forward`].
@@ -259,14 +265,7 @@ pub fn gated_delta<'a>(
     let views = || -> Result<_, Error> {
         Ok(DeltaInputs::new(q.as_view()?, k.as_view()?, v.as_view()?, g.as_view()?, beta.as_view()?))
     };
-    GatedDeltaCall {
-        inputs: views(),
-        builder: GatedDelta::builder(),
-        form: DeltaForm::default(),
-        segments: DeltaSegments::default(),
-        choice: Choice::Best,
-        settings: Settings::default(),
-    }
+    GatedDeltaCall::over(views())
 }
 
 /// A call of [`gated_delta`] under construction.
@@ -274,6 +273,7 @@ pub fn gated_delta<'a>(
 #[must_use = "nothing is computed before `forward`"]
 pub struct GatedDeltaCall<'a> {
     inputs: Result<DeltaInputs<'a>, Error>,
+    gates: Result<DeltaGates<'a>, Error>,
     builder: GatedDeltaBuilder,
     form: DeltaForm,
     segments: DeltaSegments,
@@ -282,6 +282,23 @@ pub struct GatedDeltaCall<'a> {
 }
 
 impl<'a> GatedDeltaCall<'a> {
+    /// The call of these views: q, k, v, g and beta, as in [`gated_delta`].
+    pub fn new([q, k, v, g, beta]: [TensorView<'a>; 5]) -> Self {
+        Self::over(Ok(DeltaInputs::new(q, k, v, g, beta)))
+    }
+
+    fn over(inputs: Result<DeltaInputs<'a>, Error>) -> Self {
+        GatedDeltaCall {
+            inputs,
+            gates: Ok(DeltaGates::default()),
+            builder: GatedDelta::builder(),
+            form: DeltaForm::default(),
+            segments: DeltaSegments::default(),
+            choice: Choice::Best,
+            settings: Settings::default(),
+        }
+    }
+
     fn with(
         mut self,
         tensor: &'a (impl AsView + ?Sized),
@@ -298,6 +315,20 @@ impl<'a> GatedDeltaCall<'a> {
     /// Sets the offsets of packed sequences: i32, `[sequences + 1]`.
     pub fn cu_seqlens(self, offsets: &'a (impl AsView + ?Sized)) -> Self {
         self.with(offsets, DeltaInputs::cu_seqlens)
+    }
+    /// Takes `g` as raw values: the log decay is -exp(A_log) softplus(g + dt_bias), with one value per value head in
+    /// `a_log` and in `dt_bias`.
+    pub fn raw_decay(mut self, a_log: &'a (impl AsView + ?Sized), dt_bias: Option<&'a (impl AsView + ?Sized)>) -> Self {
+        self.gates = self.gates.and_then(|gates| {
+            let dt_bias = dt_bias.map(AsView::as_view).transpose()?;
+            Ok(DeltaGates { a_log: Some(a_log.as_view()?), dt_bias, ..gates })
+        });
+        self
+    }
+    /// Sets how the step sizes come from `beta`.
+    pub fn step(mut self, step: DeltaStep) -> Self {
+        self.gates = self.gates.map(|gates| DeltaGates { step, ..gates });
+        self
     }
     /// Sets the factor of o; the default is 1/sqrt(key_dim).
     pub fn scale(mut self, scale: f32) -> Self {
@@ -368,24 +399,60 @@ impl<'a> GatedDeltaCall<'a> {
 
     /// Like [`forward`](Self::forward), and also returns how sequences were split.
     pub fn forward_counted(&self) -> Result<(DeltaForward, DeltaCounters), Error> {
-        let engine = cpu(self.choice, &self.settings, "the gated delta rule")?;
-        let (problem, inputs) = (self.problem()?, self.inputs()?);
-        let bound = inputs.bind(&problem)?;
-        let mut out = DeltaForward::zeros(&problem)?;
-        let counters =
-            fulgurite_cpu::gated_delta_forward(&bound, &mut out.outputs(), self.form, self.segments, &engine.options());
+        let mut out = DeltaForward::zeros(&self.problem()?)?;
+        let counters = self.forward_into(&mut out.outputs())?;
         Ok((out, counters))
     }
 
-    /// Computes the gradients.
-    pub fn backward(&self, saved: &DeltaSaved<'_>) -> Result<DeltaGradients, Error> {
+    /// Computes o, and the final states if `outputs` has them, into tensors of the caller.
+    pub fn forward_into(&self, outputs: &mut DeltaOutputs<'_>) -> Result<DeltaCounters, Error> {
         let engine = cpu(self.choice, &self.settings, "the gated delta rule")?;
-        let (problem, inputs) = (self.problem()?, self.inputs()?);
-        let bound = inputs.bind(&problem)?;
-        saved.check(&problem)?;
-        let mut gradients = DeltaGradients::zeros(&problem)?;
-        fulgurite_cpu::gated_delta_backward(&bound, saved, &mut gradients.outputs(), &engine.options());
+        let problem = self.problem()?;
+        self.with_gates(|inputs| {
+            let bound = inputs.bind(&problem)?;
+            outputs.check(&problem)?;
+            Ok(fulgurite_cpu::gated_delta_forward(&bound, outputs, self.form, self.segments, &engine.options()))
+        })
+    }
+
+    /// Computes the gradients. Those of g and beta are of the tensors of the call, raw or not.
+    pub fn backward(&self, saved: &DeltaSaved<'_>) -> Result<DeltaGradients, Error> {
+        let mut gradients = DeltaGradients::zeros(&self.problem()?)?;
+        self.backward_into(saved, &mut gradients.outputs())?;
         Ok(gradients)
+    }
+
+    /// Computes the gradients into tensors of the caller, and returns those of `A_log` and `dt_bias`.
+    pub fn backward_into(
+        &self,
+        saved: &DeltaSaved<'_>,
+        gradients: &mut DeltaGradientOutputs<'_>,
+    ) -> Result<GateGradients, Error> {
+        let engine = cpu(self.choice, &self.settings, "the gated delta rule")?;
+        let problem = self.problem()?;
+        self.with_gates(|inputs| {
+            let bound = inputs.bind(&problem)?;
+            saved.check(&problem)?;
+            gradients.check(&problem)?;
+            fulgurite_cpu::gated_delta_backward(&bound, saved, gradients, &engine.options());
+            Ok(())
+        })?;
+        let (gates, inputs) = (self.gates.as_ref().map_err(Clone::clone)?, self.inputs()?);
+        gates.backward([&inputs.g, &inputs.beta], &mut gradients.d_g, &mut gradients.d_beta)
+    }
+
+    /// Calls `run` with the tensors of the call, in which g and beta are what the rule reads.
+    pub fn with_gates<T>(&self, run: impl FnOnce(&DeltaInputs<'_>) -> Result<T, Error>) -> Result<T, Error> {
+        let (gates, inputs) = (self.gates.as_ref().map_err(Clone::clone)?, self.inputs()?);
+        let (g, beta) = (gates.g(&inputs.g)?, gates.beta(&inputs.beta)?);
+        let mut inputs: DeltaInputs<'_> = inputs;
+        if let Some(g) = &g {
+            inputs.g = g.view();
+        }
+        if let Some(beta) = &beta {
+            inputs.beta = beta.view();
+        }
+        run(&inputs)
     }
 }
 
