@@ -9,7 +9,13 @@ const MACHINES: &[&str] = &["attention/forward/mma_sync"];
 const SHARED: &[&str] = &["NEG_INFINITY", ".exp2(", ".log2(", ".recip(", ".tanh(", "LOG2_E", "LN_2", "fetch_add"];
 
 /// Parts that a machine must use instead.
-const PARTS: &[&str] = &["parts::epilogue::Epilogue", "parts::softmax::Softmax", "scoring::{Scoring", "parts::mask::"];
+const PARTS: &[&str] = &[
+    "parts::epilogue::Epilogue",
+    "parts::softmax::Softmax",
+    "scoring::{Scoring",
+    "parts::mask::",
+    "parts::nonfinite::",
+];
 
 #[test]
 fn a_machine_has_no_mathematics_of_its_own() {

@@ -135,7 +135,8 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     // o, d_o and d_q in 16 bits; the f32 sums of d_q are zeroed before the kernel and read after it.
     let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
     // Parts of d_k and d_v are written and read once.
-    let bytes = (batch * problem.q_heads() * q_len * row_bytes) as f64 + 2.0 * plan.head_part_bytes() as f64;
+    let rows = batch as f64 * problem.q_heads() as f64 * q_len as f64;
+    let bytes = rows * row_bytes as f64 + 2.0 * plan.head_part_bytes() as f64;
     let gpu = Architecture::of(&TARGET.arch);
     let other_launches_seconds = bytes / (gpu.global_bytes * f64::from(gpu.arch.sms) * gpu.gigahertz * 1e9);
     Ok(Explained {
@@ -208,13 +209,19 @@ fn blocks(problem: &Problem, [rows, cols]: [u32; 2], decode: bool) -> u64 {
     }
     let batch = problem.batch() as u64;
     match decode {
-        true => of_rows(0, q_len - 1) * batch * problem.kv_heads() as u64,
+        true => of_rows(0, q_len - 1).saturating_mul(batch).saturating_mul(problem.kv_heads() as u64),
         false => {
             let tiles = (0..q_len).step_by(rows as usize);
             let a_head: u64 = tiles.map(|first| of_rows(first, (first + rows as usize).min(q_len) - 1)).sum();
-            a_head * batch * problem.q_heads() as u64
+            a_head.saturating_mul(batch).saturating_mul(problem.q_heads() as u64)
         }
     }
+}
+
+/// Query heads of a group that are simulated. All of them cost the same, and each one takes time and memory; auxiliary
+/// tensors may have an entry for each.
+fn simulated_heads(problem: &Problem) -> usize {
+    problem.group().min(if problem.aux().is_empty() { 16 } else { 128 })
 }
 
 /// Cycles of each unit per key block: the difference of two runs on the simulator.
@@ -226,7 +233,7 @@ fn units(
 ) -> Result<Vec<(&'static str, f64)>, Error> {
     /// Key blocks of the two runs.
     const RUNS: [usize; 2] = [4, 8];
-    let group = problem.group();
+    let group = simulated_heads(problem);
     let q_len = (rows as usize).min(problem.max_q_len()).max(1);
     let cycles = |blocks: usize| {
         // Add `q_len` keys, because a causal mask may hide that many.
@@ -258,7 +265,7 @@ fn step_units(
     (kernel, tables): (&str, &Tables),
 ) -> Result<Vec<(&'static str, f64)>, Error> {
     const TILES: usize = 2;
-    let group = problem.group();
+    let group = simulated_heads(problem);
     let k_len = TILES * config.keys() as usize;
     let cycles = |q_len: usize| {
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;

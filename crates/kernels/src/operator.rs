@@ -193,6 +193,9 @@ impl Operator for Forward {
             plan = plan.with_config(|usual| ForwardConfig { rescale: usual.rescale, ..config });
         }
         if let Some(config) = sync_config {
+            if plan.sync_config().is_none() {
+                return Err(NoKernel { feature: "a tile configuration of mma.sync for wgmma".into() }.into());
+            }
             plan = plan.with_sync_config(|usual| SyncConfig { rescale: usual.rescale, ..config });
         }
         if problem.has_sinks() {

@@ -15,7 +15,7 @@ pub(crate) struct Scoring<'a, 'k, A = Acc<'k>> {
     pub limits: Limits<'k, A>,
     pub modify: Modify<'a, 'k, A>,
     pub modifies: bool,
-    /// Factor from modified scores to powers of two.
+    /// Factor that turns a modified score into an exponent of 2.
     pub scale: Val<'k, f32>,
     /// Whether to modify scores inside the exponential pass. Not for modifiers that load per element: the assembler
     /// would hoist all loads and spill.
@@ -59,8 +59,8 @@ impl<'k, A: RowView<'k>> Scoring<'_, 'k, A> {
     }
 
     /// Folds the raw scores `s` of a later block into p. Products into `o` may still run. `first_key` gives the index of
-    /// the block's first key in its sequence. A fold that must see the scores again calls `again`, which computes the raw
-    /// scores once more; `None` means that they stay in registers.
+    /// the block's first key in its sequence. If the fold needs the raw scores a second time, it calls `again` to recompute
+    /// them. With `None`, they stay in registers.
     pub fn fold<T: Half>(
         &self,
         w: &Scope<'k, Group>,
@@ -98,7 +98,7 @@ impl<'k, A: RowView<'k>> Scoring<'_, 'k, A> {
     }
 }
 
-/// Exact scores in accumulators that need not outlive the exponentials, because `settle` can compute them again.
+/// Scores whose registers may be overwritten after the exponential pass: `settle` recomputes them.
 struct Recomputed<'a, 'k> {
     /// Factor from scores to powers of two.
     scale: Val<'k, f32>,

@@ -138,7 +138,7 @@ impl<'k> CopyRing<'k> {
         self.tiles(self.cursor("take").now())
     }
 
-    /// Gives back the stage that was waited for: the role no longer reads it.
+    /// Gives back the stage that was waited for. Its contents stay until the role waits for the ring again.
     #[track_caller]
     pub fn done<W: WholeWarps>(&self, _: &Scope<'k, W>) {
         self.advance(self.cursor("take"));

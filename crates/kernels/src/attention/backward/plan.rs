@@ -262,7 +262,7 @@ impl BackwardPlan {
     pub fn steps_of_tiles(&self) -> u64 {
         let Layout::Dense { batch, q_len, k_len } = self.facts.layout else { return 0 };
         let steps = tile_steps(&self.facts.features.mask, [q_len, k_len], self.config());
-        steps.sum::<u64>() * batch as u64 * self.facts.heads[0]
+        steps.sum::<u64>().saturating_mul(batch as u64).saturating_mul(self.facts.heads[0])
     }
 
     /// The copies of tensors that a call needs before and after its kernels, if any.

@@ -47,8 +47,8 @@ where
         let (builder, [d, dv]) = (p.builder(), features.dims);
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
         let [q, o] = [shape(config.rows(), d), shape(config.rows(), dv)];
-        // O takes the memory of the queries, which are read for the last time before it is written. A tile of whole
-        // lines of the widest swizzle holds both where neither holds the other.
+        // O reuses the memory of the queries: the last read of q precedes the first write of O. If neither tile can hold
+        // the other, allocate one whose rows are whole lines of the widest swizzle; it holds both.
         let holds = |one: &TileShape, other: TileShape| {
             other.bytes() <= one.bytes() && other.swizzle.period() <= one.swizzle.period()
         };
@@ -115,7 +115,7 @@ where
     p: Fragment<'k, T>,
     fold: Box<dyn Fold<'k, T, WarpAcc<'k, M>> + 'k>,
     scoring: Scoring<'a, 'k, WarpAcc<'k, M>>,
-    /// Index of the first visible key, from which expressions count, if it may differ from 0.
+    /// Index of the first visible key, if it can be nonzero. Expressions count keys from there.
     key_offset: Option<Held<'k, u32>>,
 }
 
@@ -200,7 +200,7 @@ where
         });
     }
 
-    /// Puts the item that is `depth - 1` items after the `side` of the `j`-th block.
+    /// Items are K0, V0, K1, V1, and so on. Starts copying the item `depth - 1` places after this one.
     fn put_ahead(&self, w: &Scope<'k, Group>, side: usize, j: Val<'k, u32>) {
         let ahead = side as u32 + self.kernel.config.depth - 1;
         self.put(w, (ahead % 2) as usize, j + ahead / 2);
@@ -247,7 +247,7 @@ where
         self.key_offset.map_or(block.first, |offset| block.first + offset.get().to_i32())
     }
 
-    /// Recomputes the tile without its hidden keys, if they contain infinities or NaN.
+    /// If hidden keys made a sum infinite or NaN, recomputes the tile from visible keys only.
     fn redo_nonfinite(&self, w: &Scope<'k, Group>, totals: &Totals<'k>) {
         let params = &self.kernel.params;
         let Some(nonfinite) = &params.nonfinite else { return };
@@ -284,7 +284,7 @@ where
     fn run(&self, w: &Scope<'k, Group>) {
         let [first, end] = self.work.blocks;
         let barrier = w.group_barrier();
-        // The other policies look at the scores of every block.
+        // Other rescale policies need the scores of every block, so they keep them.
         let rarely = matches!(self.kernel.config.rescale, Rescale::Optimistic(_));
         self.start(w);
         self.o.clear();

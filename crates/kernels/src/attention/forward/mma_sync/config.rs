@@ -12,7 +12,7 @@ use std::str::FromStr;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SyncConfig {
-    /// Blocks of 16 queries per warp.
+    /// Blocks of 16 query rows per warp.
     #[serde(deserialize_with = "text::number::<_, 1, 2>")]
     pub blocks: u32,
     /// Keys per key block.
@@ -21,7 +21,7 @@ pub struct SyncConfig {
     /// Stages of the ring, each of which holds K or V of one key block.
     #[serde(deserialize_with = "text::number::<_, 2, 8>")]
     pub depth: u32,
-    /// Rescale policy of the running maximum. Its callers choose it, so text leaves it out.
+    /// Rescale policy of the running maximum. Not part of the text form, because callers choose it per call.
     #[serde(skip, default = "usual_rescale")]
     pub rescale: Rescale,
 }
@@ -51,7 +51,7 @@ impl TileConfig for SyncConfig {
     }
 
     fn neighbours(self, _: u32) -> Vec<SyncConfig> {
-        let cols = [16, 32, 48, 64, 96, 128].map(|cols| SyncConfig { cols, ..self });
+        let cols = [16, 32, 48, 64, 80, 96, 112, 128].map(|cols| SyncConfig { cols, ..self });
         let depth = [2, 3, 4].map(|depth| SyncConfig { depth, ..self });
         let blocks = [1, 2].map(|blocks| SyncConfig { blocks, ..self });
         cols.into_iter().chain(depth).chain(blocks).filter(|config| *config != self).collect()
@@ -73,7 +73,7 @@ impl ForwardTile for SyncConfig {
             65.. if modifies => SyncConfig { blocks: 1, cols: self.cols.min(64), ..self },
             ..=64 if modifies || features.ragged.any() => SyncConfig { cols: self.cols.min(64), ..self },
             97..=128 if features.ragged.any() => SyncConfig { cols: self.cols.min(32), ..self },
-            // 64 keys spill a register or two.
+            // With a mask, 64 keys spill one or two registers at head dimension 128.
             97..=128 if masks => SyncConfig { cols: self.cols.min(48), ..self },
             _ => self,
         }

@@ -2,8 +2,8 @@
 //! `cp.async`.
 //!
 //! A CTA computes one tile of queries. Each of its four warps has 16 or 32 rows and goes through the key blocks from the
-//! last to the first. K and V of the blocks pass through one ring in the order of use. Warps of the SM's CTAs hide each
-//! other's latencies: there is no loading role. Mask, modifiers, softmax and epilogue are those of the Hopper kernel.
+//! last to the first. K and V of the blocks pass through one ring in the order of use. There is no load role: the warps of
+//! all CTAs on an SM hide each other's latencies. Mask, modifiers, softmax and epilogue are those of the Hopper kernel.
 
 mod compute;
 pub mod config;
@@ -25,6 +25,7 @@ where
 {
     let build = |p: &Params<'_, ForwardCall>| match config.blocks {
         1 => build::<1, T>(p, features, config),
+        // The builder refuses other numbers of blocks: their tiles have other rows than the accumulators.
         _ => build::<2, T>(p, features, config),
     };
     Ok(Program::build("attention_forward_sync", target, build)?.into_kernel())

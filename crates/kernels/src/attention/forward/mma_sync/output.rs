@@ -11,7 +11,7 @@ const THREADS: u32 = 128;
 /// Bytes that a thread stores at a time.
 const UNIT: u32 = 16;
 
-/// The way of O through registers, without a copy engine.
+/// Stores O with the threads of the warpgroup, for GPUs without a copy engine.
 pub(super) struct ThreadOutput<'a, 'k> {
     pub o: &'a RowMemory<'k>,
     pub sequences: &'a Sequences<'k>,
@@ -22,7 +22,7 @@ pub(super) struct ThreadOutput<'a, 'k> {
 }
 
 impl<'k> Output<'k> for ThreadOutput<'_, 'k> {
-    /// The buffer holds the tile's queries until all warps have read them.
+    /// Waits until all warps have read the queries, whose memory the staging buffer reuses.
     fn reserve(&self, w: &Scope<'k, Group>, _: u32) {
         w.sync_group(self.barrier);
     }
