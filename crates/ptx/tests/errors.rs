@@ -524,7 +524,7 @@ fn rings_of_copies() {
     assert_eq!(
         message.to_string(),
         format!(
-            "kernel `k`, {}: 32 threads copy rows of 8 units of 16 bytes, allowed: powers of two, with 8 rows or a multiple at a time",
+            "kernel `k`, {}: 32 threads copy rows of 8 units of 16 bytes, allowed: 8 threads or a multiple for each unit of a chunk",
             here(line.get())
         )
     );
