@@ -124,6 +124,12 @@ impl<'k, C: 'static> Params<'k, C> {
 pub trait Lens<C, A>: Fn(&C) -> &A + Copy + Send + Sync + 'static {}
 impl<C, A, F: Fn(&C) -> &A + Copy + Send + Sync + 'static> Lens<C, A> for F {}
 
+/// The arguments of a part that the kernel has. A plan fills exactly the parts that its kernel declares; the fingerprints of
+/// launches hold every combination of parts to it.
+pub(crate) fn given<A>(part: &Option<A>) -> &A {
+    part.as_ref().expect("bug in fulgurite: a call without arguments that its kernel has")
+}
+
 /// The launch arguments of a kernel in the order of its parameters.
 ///
 /// A kernel's text and its arguments are often needed at different times: text is compiled and cached, while arguments are

@@ -156,6 +156,7 @@ impl<'k> WorkVars<'k> {
 ///
 /// Bands of `order` (head, sequence) pairs follow each other; the keys of a band fit in L2. The last band has `last`
 /// pairs. Within a band, the last rows go first, because under a causal mask they have the most keys.
+#[derive(Clone, Copy)]
 pub struct Equal<'k> {
     pub tiles: Val<'k, u32>,
     m_tiles: Val<'k, u32>,

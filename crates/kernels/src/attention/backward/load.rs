@@ -78,7 +78,7 @@ impl<'a, 'k> Load<'a, 'k> {
             // At once: the next tile is found when the loads of this one are done, which is before its additions.
             pair.found.pass(t, 1);
             self.each_step(t, &|_| work, |t, work, step| {
-                ordered.take(t, map, work.tile, [map.number(work, &step), step.step]);
+                ordered.take(t, map, work, [map.number(work, &step), step.step]);
             });
         });
     }
@@ -105,14 +105,14 @@ impl<'a, 'k> Load<'a, 'k> {
         let waits = d_q.wait_for_tiles();
         let tile = t.var(if waits { self.share(t, self.draw(t)) } else { t.cluster() });
         let before = d_q.split.as_ref().map(|split| (split, t.var(false)));
-        let walk = map.start_walk(t);
+        let tiles = map.tiles(t);
         t.repeat(|t, leave| {
             let more = match &d_q.split {
                 Some(split) => split.has(tile.get()),
-                None => map.seek(t, walk.as_ref(), tile.get()),
+                None => tiles.seek(t, tile.get()),
             };
             leave.when(!more);
-            let find = |number| map.find(t, walk.as_ref(), number);
+            let find = |number| tiles.find(t, number);
             let work = match &before {
                 Some((split, before)) => split.find(tile.get(), before.get(), find),
                 None => find(tile.get()),
@@ -145,7 +145,8 @@ impl<'a, 'k> Load<'a, 'k> {
     fn found(&self, t: &Scope<'k, Thread>, pair: &CtaPair<'k>) -> Work<'k> {
         let [tile, pair, first, end] = pair.found.read(t, 1);
         let [batch, head] = self.0.map.heads.div_rem(pair);
-        Work { tile, head, batch, steps: [first, end], piece: None, sequence: None }
+        let sequence = self.0.map.sequence(t, batch);
+        Work { tile, head, batch, steps: [first, end], piece: None, sequence }
     }
 
     /// Every tile that another thread finds.

@@ -151,9 +151,7 @@ impl<'k> Main<'k> {
         let inputs = Inputs { q, d_o, k: key, v: value, shift, delta };
         let sums = p.pointer::<f32>("sums", |call| call.sums);
         let counters = p.pointer::<u32>("counters", |call| call.counters);
-        let (mut d_q, ordered) = services::<T>(p, features, shape, (sums, counters), &log);
-        let spans = Spans::of(&features.mask).transposed();
-        let map = TileMap::declare(p, |call| &call.map, (shape, ordered.is_some(), features.ragged), spans);
+        let (mut d_q, map, ordered) = services::<T>(p, features, shape, (sums, counters), &log);
         let modifiers = (&features.modifiers, features.ragged.any());
         let modifiers = ModifierParams::declare(p, |call: &Call| &call.modifiers, modifiers, &log);
         let scale_log2 = p.f32("scale_log2", |call| call.scale_log2);
@@ -237,14 +235,14 @@ impl<'k> Main<'k> {
     }
 }
 
-/// Declares the services of a kernel. `ordered` is finished later, because CTA pairs add shared memory to it.
+/// Declares the services of a kernel and its tiles. `ordered` is finished later, because CTA pairs add shared memory to it.
 fn services<'k, T: Half>(
     p: &Params<'k, Call>,
     features: &Features,
     shape: &KernelShape,
     (sums, counters): (Pointer<'k, f32>, Pointer<'k, u32>),
     log: &Rc<Log>,
-) -> (Services<'k>, Option<Ordered<'k>>)
+) -> (Services<'k>, TileMap<'k>, Option<Ordered<'k>>)
 where
     Pair<T>: Word,
 {
@@ -254,8 +252,10 @@ where
     let split = shape.splits.then(|| SplitTiles::declare(p, |call: &Call| &call.split, shape.dims, log)).map(Rc::new);
     let ordered =
         (features.order == Order::Fixed).then(|| Ordered::declare(p, |call: &Call| &call.ordered, &shape.config, log));
-    let round = round.map(|round| Rc::new(round.with_split(split.clone())));
-    (Services { sums, zero_fill, round, split, ordered: None, bulk: None, log: log.clone() }, ordered)
+    let spans = Spans::of(&features.mask).transposed();
+    let map = TileMap::declare(p, |call: &Call| &call.map, (shape, ordered.is_some(), features.ragged), spans);
+    let round = round.zip(map.bands()).map(|(round, bands)| Rc::new(round(bands, split.clone())));
+    (Services { sums, zero_fill, round, split, ordered: None, bulk: None, log: log.clone() }, map, ordered)
 }
 
 /// Stages of q and d_o.

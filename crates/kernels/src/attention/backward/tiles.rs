@@ -3,7 +3,7 @@
 use crate::attention::backward::spread::HeadSpread;
 use crate::attention::backward::step_ranges::{RangeArgs, StepRanges};
 use crate::attention::backward::{BackwardConfig, KernelShape, Spread as SpreadShape};
-use crate::params::{Lens, Params};
+use crate::params::{Lens, Params, given};
 use crate::parts::mask::{Lengths, Spans};
 use crate::parts::schedule::{BandArgs, Equal, Ragged, SequenceArgs, Unequal, Walk};
 use fulgurite_ptx::{Divisor, Scope, Slice, Thread, Val, Who};
@@ -34,13 +34,32 @@ pub(crate) struct Work<'k> {
     pub steps: [Val<'k, u32>; 2],
     /// With split tiles: its number among the split tiles. A piece has some of the steps.
     pub piece: Option<Val<'k, u32>>,
-    /// The sequence, if sequences differ in length.
-    pub sequence: Option<Sequence<'k>>,
+    pub sequence: Sequence<'k>,
+}
+
+/// A sequence of the batch.
+#[derive(Clone, Copy)]
+pub(crate) enum Sequence<'k> {
+    /// One of equal sequences.
+    Dense(DenseSequence<'k>),
+    Ragged(RaggedSequence<'k>),
+}
+
+/// The facts that equal sequences share, all of them parameters.
+#[derive(Clone, Copy)]
+pub(crate) struct DenseSequence<'k> {
+    pub k_len: Val<'k, u32>,
+    /// The first key, and the first query, of the tensors that the copy engine reads. Others are read as zeros.
+    first: [Val<'k, u32>; 2],
+    /// Start of the mask's diagonals, aligned to the last query and key, and to the first ones.
+    diagonals: [Val<'k, i32>; 2],
+    /// Key tiles of a head.
+    tiles: Val<'k, u32>,
 }
 
 /// A sequence of a batch whose sequences differ in length.
 #[derive(Clone, Copy)]
-pub(crate) struct Sequence<'k> {
+pub(crate) struct RaggedSequence<'k> {
     /// First row of packed q, and of packed k and v.
     q_start: Val<'k, u32>,
     k_start: Val<'k, u32>,
@@ -62,23 +81,16 @@ impl<'k> Work<'k> {
     pub fn message(self) -> Vec<Val<'k, u32>> {
         let mut message = vec![self.tile, self.head, self.batch, self.steps[0], self.steps[1]];
         message.extend(self.piece);
-        message.extend(
-            self.sequence.iter().flat_map(|s| [s.q_start, s.k_start, s.k_room, s.q_len, s.k_len, s.first_step]),
-        );
+        if let Sequence::Ragged(s) = self.sequence {
+            message.extend([s.q_start, s.k_start, s.k_room, s.q_len, s.k_len, s.first_step]);
+        }
         message
     }
 }
 
-/// Arguments of [`Tiles`].
-#[derive(Debug, Clone)]
-pub(crate) enum TileArgs {
-    Equal(EqualArgs),
-    Unequal(SequenceArgs),
-}
-
 /// Arguments of sequences of equal length.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct EqualArgs {
+pub(crate) struct DenseArgs {
     pub bands: BandArgs,
     pub k_len: u32,
     /// The first key, and the first query, that the copy engine reads.
@@ -88,51 +100,27 @@ pub(crate) struct EqualArgs {
     pub bottom_right: i32,
 }
 
-impl TileArgs {
-    fn equal(&self) -> &EqualArgs {
-        match self {
-            TileArgs::Equal(args) => args,
-            TileArgs::Unequal(_) => unreachable!("bug in fulgurite: arguments of unequal sequences"),
-        }
-    }
-
-    fn unequal(&self) -> &SequenceArgs {
-        match self {
-            TileArgs::Unequal(args) => args,
-            TileArgs::Equal(_) => unreachable!("bug in fulgurite: arguments of equal sequences"),
-        }
-    }
-}
-
-/// How tiles are found by their numbers.
-pub(crate) enum Tiles<'k> {
-    Equal {
-        tiles: Box<Equal<'k>>,
-        k_len: Val<'k, u32>,
-        /// The first key, and the first query, of the tensors that the copy engine reads. Others are read as zeros.
-        first: [Val<'k, u32>; 2],
-        /// Start of the mask's diagonals, aligned to the last query and key, and to the first ones.
-        diagonals: [Val<'k, i32>; 2],
-    },
-    Unequal(Unequal<'k>),
+/// The tiles of a batch, by the kind of its sequences.
+enum Tiles<'k> {
+    Dense { bands: Equal<'k>, sequence: DenseSequence<'k> },
+    Ragged(Unequal<'k>),
 }
 
 impl<'k> Tiles<'k> {
     fn declare<C: 'static>(p: &Params<'k, C>, ragged: Ragged, args: impl Lens<C, TileMapArgs>) -> Self {
         if ragged.any() {
-            return Tiles::Unequal(Unequal::declare(p, ragged, 1, &STEPS, move |call| args(call).tiles.unequal()));
+            return Tiles::Ragged(Unequal::declare(p, ragged, 1, &STEPS, move |call| given(&args(call).ragged)));
         }
-        let tiles = Box::new(Equal::declare(p, move |call| &args(call).tiles.equal().bands));
-        let k_len = p.u32("k_len", move |call| args(call).tiles.equal().k_len);
-        let first_key = p.u32("first_key", move |call| args(call).tiles.equal().first_key);
-        let first_query = p.u32("first_query", move |call| args(call).tiles.equal().first_query);
-        let bottom_right = p.i32("bottom_right", move |call| args(call).tiles.equal().bottom_right);
+        let dense = move |call: &C| *given(&args(call).dense);
+        let bands = Equal::declare(p, move |call| &given(&args(call).dense).bands);
+        let k_len = p.u32("k_len", move |call| dense(call).k_len);
+        let first_key = p.u32("first_key", move |call| dense(call).first_key);
+        let first_query = p.u32("first_query", move |call| dense(call).first_query);
+        let bottom_right = p.i32("bottom_right", move |call| dense(call).bottom_right);
         let top_left = p.i32("top_left", |_| 0);
-        Tiles::Equal { tiles, k_len, first: [first_key, first_query], diagonals: [bottom_right, top_left] }
-    }
-
-    fn ragged(&self) -> bool {
-        matches!(self, Tiles::Unequal(_))
+        let (first, diagonals) = ([first_key, first_query], [bottom_right, top_left]);
+        let sequence = DenseSequence { k_len, first, diagonals, tiles: bands.tiles_of_head() };
+        Tiles::Dense { bands, sequence }
     }
 }
 
@@ -159,7 +147,9 @@ pub(crate) struct TileMapArgs {
     pub part_tiles: u32,
     /// The steps that a block mask leaves to each tile.
     pub step_ranges: Option<RangeArgs>,
-    pub tiles: TileArgs,
+    /// Of these two, the one of the batch's kind.
+    pub dense: Option<DenseArgs>,
+    pub ragged: Option<SequenceArgs>,
 }
 
 /// Heads spread over CTAs: what a kernel divides by and multiplies with.
@@ -196,7 +186,7 @@ pub(crate) struct TileMap<'k> {
     spread: Option<Spread<'k>>,
     /// The steps that a block mask leaves to each tile.
     pub step_ranges: Option<StepRanges<'k>>,
-    pub tiles: Tiles<'k>,
+    tiles: Tiles<'k>,
 }
 
 impl<'k> TileMap<'k> {
@@ -220,11 +210,7 @@ impl<'k> TileMap<'k> {
             packed: ragged.packed,
         });
         let tiles = Tiles::declare(p, ragged, args);
-        let step_ranges = shape.step_ranges.then(|| {
-            StepRanges::declare(p, move |call| {
-                args(call).step_ranges.as_ref().expect("bug in fulgurite: a kernel with step ranges has them")
-            })
-        });
+        let step_ranges = shape.step_ranges.then(|| StepRanges::declare(p, move |call| given(&args(call).step_ranges)));
         let (config, splits) = (shape.config, shape.splits);
         TileMap { config, spans, ordered, splits, steps, group, heads, spread, step_ranges, tiles }
     }
@@ -272,14 +258,14 @@ impl<'k> TileMap<'k> {
     pub fn place_of(&self, work: &Work<'k>) -> Val<'k, u32> {
         let spread = self.spread.as_ref().expect("bug in fulgurite: heads are not spread");
         let before = match (work.sequence, spread.part_tiles) {
-            (Some(s), Some(part_tiles)) => {
+            (Sequence::Ragged(s), Some(part_tiles)) => {
                 let first = match spread.packed {
                     true => s.k_start / self.config.keys() + work.batch,
                     false => work.batch * self.tiles_of_head(work.sequence),
                 };
                 work.head * part_tiles + first
             }
-            _ => self.pair(work) * self.tiles_of_head(None),
+            (sequence, _) => self.pair(work) * self.tiles_of_head(sequence),
         };
         before + work.tile
     }
@@ -291,14 +277,19 @@ impl<'k> TileMap<'k> {
 
     /// Number of words of a message.
     pub fn words(&self) -> usize {
-        WORDS[usize::from(self.tiles.ragged())].next_multiple_of(4)
+        WORDS[usize::from(!self.is_dense())].next_multiple_of(4)
     }
 
-    /// Tiles of equal sequences.
-    pub fn equal(&self) -> &Equal<'k> {
+    /// Whether sequences are equal in length.
+    pub fn is_dense(&self) -> bool {
+        self.bands().is_some()
+    }
+
+    /// The order of tiles, if sequences are equal in length.
+    pub fn bands(&self) -> Option<Equal<'k>> {
         match &self.tiles {
-            Tiles::Equal { tiles, .. } => tiles,
-            Tiles::Unequal(_) => unreachable!("bug in fulgurite: sequences of equal length are wanted"),
+            Tiles::Dense { bands, .. } => Some(*bands),
+            Tiles::Ragged(_) => None,
         }
     }
 
@@ -318,42 +309,42 @@ impl<'k> TileMap<'k> {
         let &[tile, head, batch, first, end, ref rest @ ..] = message else {
             panic!("bug in fulgurite: a message of {} numbers", message.len())
         };
-        let sequence = self.tiles.ragged().then(|| {
-            let [q_start, k_start, k_room, q_len, k_len, first_step] = std::array::from_fn(|i| rest[i]);
-            Sequence { q_start, k_start, k_room, q_len, k_len, first_step }
-        });
+        let sequence = match &self.tiles {
+            Tiles::Dense { sequence, .. } => Sequence::Dense(*sequence),
+            Tiles::Ragged(_) => {
+                let [q_start, k_start, k_room, q_len, k_len, first_step] = std::array::from_fn(|i| rest[i]);
+                Sequence::Ragged(RaggedSequence { q_start, k_start, k_room, q_len, k_len, first_step })
+            }
+        };
         let piece = self.splits.then(|| rest[0]);
         Work { tile, head, batch, steps: [first, end], piece, sequence }
     }
 
     /// Keys of a sequence.
-    pub fn k_len(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
-        match (&self.tiles, sequence) {
-            (Tiles::Equal { k_len, .. }, _) => *k_len,
-            (Tiles::Unequal(_), Some(sequence)) => sequence.k_len,
-            (Tiles::Unequal(_), None) => unreachable!("bug in fulgurite: a tile without its sequence"),
+    pub fn k_len(&self, sequence: Sequence<'k>) -> Val<'k, u32> {
+        match sequence {
+            Sequence::Dense(s) => s.k_len,
+            Sequence::Ragged(s) => s.k_len,
         }
     }
 
     /// Lengths for the exchanged mask. All rows of the steps of equal sequences count as queries.
     #[track_caller]
-    pub fn lengths(&self, sequence: Option<Sequence<'k>>) -> Lengths<'k> {
-        match (&self.tiles, sequence) {
-            (Tiles::Equal { k_len, diagonals: [bottom_right, top_left], .. }, _) => {
+    pub fn lengths(&self, sequence: Sequence<'k>) -> Lengths<'k> {
+        match sequence {
+            Sequence::Dense(DenseSequence { k_len, diagonals: [bottom_right, top_left], .. }) => {
                 let queries = (self.steps * self.config.rows).to_i32();
-                let lengths = Lengths { k: k_len.to_i32(), bottom_right: *bottom_right, top_left: *top_left };
-                lengths.transposed(queries)
+                Lengths { k: k_len.to_i32(), bottom_right, top_left }.transposed(queries)
             }
-            (_, Some(s)) => {
+            Sequence::Ragged(s) => {
                 let [q, k] = [s.q_len, s.k_len].map(|n| n.to_i32());
                 Lengths { k, bottom_right: k - q, top_left: q.literal(0) }.transposed(q)
             }
-            (_, None) => unreachable!("bug in fulgurite: a tile without its sequence"),
         }
     }
 
     /// Steps of queries that see a tile.
-    pub fn steps_of(&self, tile: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> [Val<'k, u32>; 2] {
+    pub fn steps_of(&self, tile: Val<'k, u32>, sequence: Sequence<'k>) -> [Val<'k, u32>; 2] {
         let keys = self.config.keys();
         let start = tile * keys;
         let last = (start + (keys - 1)).min(self.k_len(sequence).max(1) - 1);
@@ -361,56 +352,42 @@ impl<'k> TileMap<'k> {
     }
 
     /// Key tiles of a head of a sequence.
-    pub fn tiles_of_head(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
+    pub fn tiles_of_head(&self, sequence: Sequence<'k>) -> Val<'k, u32> {
         let keys = self.config.keys();
-        match (&self.tiles, sequence) {
-            (Tiles::Equal { tiles, .. }, _) => tiles.tiles_of_head(),
-            (_, Some(s)) => (s.k_room + (keys - 1)) / keys,
-            (_, None) => unreachable!("bug in fulgurite: a tile without its sequence"),
+        match sequence {
+            Sequence::Dense(s) => s.tiles,
+            Sequence::Ragged(s) => (s.k_room + (keys - 1)) / keys,
         }
     }
 
-    /// A sequence by its number, if sequences differ in length.
-    pub fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Option<Sequence<'k>> {
-        let Tiles::Unequal(unequal) = &self.tiles else { return None };
-        let sides = &unequal.sides;
-        let [q_start, q_room] = sides.room(t, 0, number);
-        let [k_start, k_room] = sides.room(t, 1, number);
-        let (q_len, k_len) = (sides.used(t, 0, number, q_room), sides.used(t, 1, number, k_room));
-        let first_step = sides.first_step(t, number, self.config.rows);
-        Some(Sequence { q_start, k_start, k_room, q_len, k_len, first_step })
-    }
-
-    /// The walk along sequences, if they differ in length.
-    pub fn start_walk(&self, t: &Scope<'k, Thread>) -> Option<Walk<'k>> {
+    /// A sequence by its number.
+    pub fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Sequence<'k> {
         match &self.tiles {
-            Tiles::Equal { .. } => None,
-            Tiles::Unequal(unequal) => Some(unequal.start(t, self.config.keys(), self.heads.value())),
+            Tiles::Dense { sequence, .. } => Sequence::Dense(*sequence),
+            Tiles::Ragged(unequal) => {
+                let sides = &unequal.sides;
+                let [q_start, q_room] = sides.room(t, 0, number);
+                let [k_start, k_room] = sides.room(t, 1, number);
+                let (q_len, k_len) = (sides.used(t, 0, number, q_room), sides.used(t, 1, number, k_room));
+                let first_step = sides.first_step(t, number, self.config.rows);
+                Sequence::Ragged(RaggedSequence { q_start, k_start, k_room, q_len, k_len, first_step })
+            }
         }
     }
 
-    /// Whether there is a tile with this number. Numbers must ascend from call to call.
-    pub fn seek(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, tile: Val<'k, u32>) -> Val<'k, bool> {
-        match (&self.tiles, walk) {
-            (Tiles::Equal { tiles, .. }, _) => tile.lt(tiles.tiles),
-            (Tiles::Unequal(unequal), Some(walk)) => {
-                unequal.seek(t, walk, tile, self.config.keys(), self.heads.value())
+    /// The tiles in the order of their numbers, for one thread.
+    pub fn tiles<'a>(&'a self, t: &Scope<'k, Thread>) -> Box<dyn FindTile<'k> + 'a> {
+        match &self.tiles {
+            Tiles::Dense { bands, .. } => Box::new(DenseTiles { map: self, bands }),
+            Tiles::Ragged(unequal) => {
+                let walk = unequal.start(t, self.config.keys(), self.heads.value());
+                Box::new(RaggedTiles { map: self, unequal, walk })
             }
-            (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
         }
     }
 
-    /// The tile with a number that was sought. Tiles of equal sequences come in bands of (head, batch) pairs. In a band, and in
-    /// a sequence, the first keys go first: under a causal mask most queries see them. In a fixed order the last keys go first.
-    pub fn find(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, number: Val<'k, u32>) -> Work<'k> {
-        let ([batch, head, place], sequence) = match (&self.tiles, walk) {
-            (Tiles::Equal { tiles, .. }, _) => (tiles.place(self.heads, number), None),
-            (Tiles::Unequal(unequal), Some(walk)) => {
-                let [batch, head, place, _] = unequal.place(walk, number, self.heads);
-                ([batch, head, place], self.sequence(t, batch))
-            }
-            (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
-        };
+    /// The tile at a place of the schedule. Where tiles take turns, the last keys of a head go first.
+    fn work(&self, t: &Scope<'k, Thread>, [batch, head, place]: [Val<'k, u32>; 3], sequence: Sequence<'k>) -> Work<'k> {
         let tile = if self.ordered { self.tiles_of_head(sequence) - 1 - place } else { place };
         let steps = self.steps_of(tile, sequence);
         let steps = match &self.step_ranges {
@@ -430,8 +407,8 @@ impl<'k> TileMap<'k> {
     #[track_caller]
     pub fn steps_before_head(&self, work: &Work<'k>, head: Val<'k, u32>) -> Val<'k, u32> {
         match work.sequence {
-            Some(sequence) => head * self.steps + sequence.first_step,
-            None => (self.heads_before(work) + head) * self.steps,
+            Sequence::Ragged(sequence) => head * self.steps + sequence.first_step,
+            Sequence::Dense(_) => (self.heads_before(work) + head) * self.steps,
         }
     }
 
@@ -444,18 +421,26 @@ impl<'k> TileMap<'k> {
         }
     }
 
+    /// The first row of a sequence in a tensor; `start` if sequences are packed.
+    fn first_row(&self, of: Of, batch: Val<'k, u32>, start: Val<'k, u32>) -> Val<'k, u32> {
+        match &self.tiles {
+            Tiles::Dense { .. } => start,
+            Tiles::Ragged(unequal) => unequal.first_row(of as usize, batch, start),
+        }
+    }
+
     /// Coordinates of a tile of a tensor, from a column and a row of its sequence on.
     #[track_caller]
     pub fn at(&self, of: Of, work: &Work<'k>, [col, row, head]: [Val<'k, u32>; 3]) -> Vec<Val<'k, u32>> {
         let read = matches!(of, Of::Q | Of::DO | Of::K | Of::V);
         let keys = matches!(of, Of::K | Of::V | Of::DK | Of::DV);
-        match (&self.tiles, work.sequence) {
-            (Tiles::Equal { first, .. }, _) => {
+        match work.sequence {
+            Sequence::Dense(DenseSequence { first, .. }) => {
                 let row = if read { row - first[usize::from(!keys)] } else { row };
                 vec![col, row, head, work.batch]
             }
-            (Tiles::Unequal(unequal), Some(s)) => {
-                let start = unequal.first_row(of as usize, work.batch, if keys { s.k_start } else { s.q_start });
+            Sequence::Ragged(s) => {
+                let start = self.first_row(of, work.batch, if keys { s.k_start } else { s.q_start });
                 // Rows that are not in use, and keys that no query sees, are read as zeros.
                 let rows = match (keys, read) {
                     (true, true) => self.seen_keys(s),
@@ -464,12 +449,11 @@ impl<'k> TileMap<'k> {
                 };
                 Slice { start, rows }.at(col, row, head).to_vec()
             }
-            (_, None) => unreachable!("bug in fulgurite: a tile without its sequence"),
         }
     }
 
     /// Keys up to the last one that some query sees.
-    fn seen_keys(&self, s: Sequence<'k>) -> Val<'k, u32> {
+    fn seen_keys(&self, s: RaggedSequence<'k>) -> Val<'k, u32> {
         let forward = self.spans.transposed();
         let end = match forward.bounded_right() {
             true => {
@@ -480,5 +464,50 @@ impl<'k> TileMap<'k> {
             false => s.k_len,
         };
         s.q_len.eq(0).select::<u32>(0, end)
+    }
+}
+
+/// Finds tiles of keys by their numbers.
+pub(crate) trait FindTile<'k> {
+    /// Whether there is a tile with this number. Numbers must ascend from call to call.
+    fn seek(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Val<'k, bool>;
+
+    /// The tile with a number that was sought.
+    fn find(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Work<'k>;
+}
+
+/// Tiles of equal sequences. They come in bands of (head, batch) pairs; in a band the first keys go first, because under a
+/// causal mask most queries see them.
+struct DenseTiles<'a, 'k> {
+    map: &'a TileMap<'k>,
+    bands: &'a Equal<'k>,
+}
+
+impl<'k> FindTile<'k> for DenseTiles<'_, 'k> {
+    fn seek(&self, _: &Scope<'k, Thread>, number: Val<'k, u32>) -> Val<'k, bool> {
+        number.lt(self.bands.tiles)
+    }
+
+    fn find(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Work<'k> {
+        let place = self.bands.place(self.map.heads, number);
+        self.map.work(t, place, self.map.sequence(t, place[0]))
+    }
+}
+
+/// Tiles of a ragged batch, found by walking along its sequences.
+struct RaggedTiles<'a, 'k> {
+    map: &'a TileMap<'k>,
+    unequal: &'a Unequal<'k>,
+    walk: Walk<'k>,
+}
+
+impl<'k> FindTile<'k> for RaggedTiles<'_, 'k> {
+    fn seek(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Val<'k, bool> {
+        self.unequal.seek(t, &self.walk, number, self.map.config.keys(), self.map.heads.value())
+    }
+
+    fn find(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Work<'k> {
+        let [batch, head, place, _] = self.unequal.place(&self.walk, number, self.map.heads);
+        self.map.work(t, [batch, head, place], self.map.sequence(t, batch))
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
 use crate::attention::backward::state::Main;
-use crate::attention::backward::tiles::{END, FIRST, Of, Tiles, Work};
+use crate::attention::backward::tiles::{END, FIRST, Of, Work};
 use crate::parts::exp::{Element, exp2};
 use fulgurite_ptx::{
     Acc, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
@@ -124,7 +124,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// One past the last step of a query head. Read again instead of kept, because registers are short.
     #[track_caller]
     fn end_of_head(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
-        let equal = matches!(self.main.map.tiles, Tiles::Equal { .. }) && self.main.d_q.split.is_none();
+        let equal = self.main.map.is_dense() && self.main.d_q.split.is_none();
         let all = !self.main.map.spans.bounded_right() && equal && self.main.map.step_ranges.is_none();
         if all { self.main.map.steps } else { self.main.stages.tickets.word(w, END) }
     }

@@ -1,5 +1,6 @@
 //! The call types from which the forward and the decode kernel take their launch arguments.
 
+use crate::params::given;
 use crate::parts::arguments::DeviceTensor;
 use crate::parts::block_lists::ListArgs;
 use crate::parts::merge::ResultArgs;
@@ -26,17 +27,17 @@ pub(crate) struct CommonArgs {
 impl CommonArgs {
     /// Lengths of equal sequences.
     pub fn dense(&self) -> &DenseArgs {
-        present(&self.dense)
+        given(&self.dense)
     }
 
     /// Lengths of ragged sequences.
     pub fn ragged(&self) -> &SequenceArgs {
-        present(&self.ragged)
+        given(&self.ragged)
     }
 
     /// Rows that the non-finite path reads.
     pub fn plain(&self) -> &PlainArgs {
-        present(&self.plain)
+        given(&self.plain)
     }
 }
 
@@ -57,18 +58,13 @@ pub(crate) struct ForwardCall {
 impl ForwardCall {
     /// The order of tiles of equal sequences.
     pub fn bands(&self) -> &BandArgs {
-        present(&self.bands)
+        given(&self.bands)
     }
 
     /// The lists of a block mask.
     pub fn lists(&self) -> &ListArgs {
-        present(&self.lists)
+        given(&self.lists)
     }
-}
-
-/// An optional part of a call. The plan fills exactly the parts that its kernel declares.
-fn present<A>(part: &Option<A>) -> &A {
-    part.as_ref().expect("bug in fulgurite: a call without arguments that its kernel has")
 }
 
 /// A tensor of rows for the copy engine.

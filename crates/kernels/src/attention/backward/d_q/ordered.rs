@@ -13,10 +13,10 @@
 //! tiles that start together reach a given step in the required order. Without a mask a tile waits only at its first step;
 //! it then stays behind its predecessor.
 
-use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service, given};
+use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service};
 use crate::attention::backward::tiles::{Sequence, Step, TileMap, Work};
 use crate::attention::backward::{Adds, BackwardConfig, Share};
-use crate::params::{Lens, Params};
+use crate::params::{Lens, Params, given};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Group, PeerTiles, Scope, Thread, Val, Var};
 use std::rc::Rc;
@@ -126,10 +126,10 @@ impl<'k> Ordered<'k> {
     }
 
     /// CTA pairs, one thread of the load role: waits for the turn of the CTA's part of a step, lets the warps add, and signals.
-    pub fn take(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, tile: Val<'k, u32>, step: [Val<'k, u32>; 2]) {
-        let [number, step] = step;
+    pub fn take(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, work: &Work<'k>, step: [Val<'k, u32>; 2]) {
+        let ([number, step], tile) = (step, work.tile);
         let own = number.mul_add(self.parts, t.cluster_rank());
-        let before = tile_before(map, tile, step, None);
+        let before = tile_before(map, tile, step, work.sequence);
         t.when(before.ne(0), |t| self.last.wait_for(t, own, before));
         self.messages.post(t, [own, step, tile + 1, t.constant(0)]);
         self.messages.wait_free(t);
@@ -248,12 +248,7 @@ impl<'k> Service<'k> for Ordered<'k> {
 }
 
 /// One more than the tile that adds before this one to a turn that ends with a step; 0 if there is none.
-fn tile_before<'k>(
-    map: &TileMap<'k>,
-    tile: Val<'k, u32>,
-    step: Val<'k, u32>,
-    sequence: Option<Sequence<'k>>,
-) -> Val<'k, u32> {
+fn tile_before<'k>(map: &TileMap<'k>, tile: Val<'k, u32>, step: Val<'k, u32>, sequence: Sequence<'k>) -> Val<'k, u32> {
     let (before, last) = (tile + 1, map.tiles_of_head(sequence) - 1);
     // Tiles add in descending order, so `tile + 1` adds just before `tile`, unless a mask lets it start after this turn.
     let has = tile.lt(last) & map.steps_of(before.min(last), sequence)[0].le(step);

@@ -16,12 +16,13 @@
 //! In this service, compute threads wait for global memory only after the last tile, and never signal other CTAs.
 
 use crate::attention::backward::KernelShape;
-use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service, given};
+use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service};
 use crate::attention::backward::d_q::split_tiles::SplitTiles;
 use crate::attention::backward::d_q::zero_fill;
 use crate::attention::backward::finish::{ResultArgs, Results, StepRows, SumLayout};
 use crate::attention::backward::tiles::{TileMap, Work};
-use crate::params::{Lens, Params};
+use crate::params::{Lens, Params, given};
+use crate::parts::schedule::Equal;
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Divisor, Group, GroupBarrier, Half, Pair, Pointer, Scope, Thread, Val, Var, Word};
 use std::rc::Rc;
@@ -79,6 +80,8 @@ pub(crate) struct Round<'k> {
     sums: Pointer<'k, f32>,
     /// Queries of a step, and elements of a row of sums.
     step: [u32; 2],
+    /// The order of tiles.
+    bands: Equal<'k>,
     /// The splitting of tiles, if the kernel has it.
     split: Option<Rc<SplitTiles<'k>>>,
 }
@@ -98,13 +101,14 @@ struct Part<'k> {
 }
 
 impl<'k> Round<'k> {
-    /// Declares parameters and shared memory.
+    /// Declares parameters and shared memory. The returned function makes the service, when the order of tiles and their
+    /// splitting are declared too.
     pub fn declare<T: Half, C: 'static>(
         p: &Params<'k, C>,
         args: impl Lens<C, Option<Args>>,
         (shape, sums): (&KernelShape, Pointer<'k, f32>),
         log: &Rc<Log>,
-    ) -> Self
+    ) -> impl FnOnce(Equal<'k>, Option<Rc<SplitTiles<'k>>>) -> Self
     where
         Pair<T>: Word,
     {
@@ -121,12 +125,21 @@ impl<'k> Round<'k> {
         let added = Flags::new(added, NAME, "additions arrived", log);
         let rounded = Flags::new(rounded, NAME, "place free", log);
         let step = [shape.config.rows, shape.dims[0]];
-        Round { results, messages, added, rounded, places, lag, part, parts, steps, sums, step, split: None }
-    }
-
-    /// Sets the tile splitting of the kernel, if it has any.
-    pub fn with_split(self, split: Option<Rc<SplitTiles<'k>>>) -> Self {
-        Round { split, ..self }
+        move |bands, split| Round {
+            results,
+            messages,
+            added,
+            rounded,
+            places,
+            lag,
+            part,
+            parts,
+            steps,
+            sums,
+            step,
+            bands,
+            split,
+        }
     }
 
     /// Items of the warpgroup's half of a step.
@@ -178,7 +191,7 @@ impl<'k> Round<'k> {
             let part = self.part_of(map, after - 1 - self.lag);
             self.write_items::<T>(w, (map, scale), &part, sums);
             self.round_items::<T>(w, (map, scale), &part, ITEMS as u32 * THREADS);
-            w.when(self.is_reused(map, part.pair), |w| {
+            w.when(self.is_reused(part.pair), |w| {
                 w.sync_group(barrier);
                 self.clear(w, map, &part);
             });
@@ -196,7 +209,7 @@ impl<'k> Round<'k> {
     ) where
         Pair<T>: Word,
     {
-        let tiles = map.equal().tiles;
+        let tiles = self.bands.tiles;
         let with_parts = self.split.as_ref().map_or(tiles, |split| split.whole);
         let first = with_parts - with_parts.min(self.lag);
         w.each(first + w.cluster(), tiles, w.clusters(), |w, number| {
@@ -209,7 +222,7 @@ impl<'k> Round<'k> {
 
     /// The part with a number.
     fn part_of(&self, map: &TileMap<'k>, number: Val<'k, u32>) -> Part<'k> {
-        let [batch, head, nth] = map.equal().place(map.heads, number);
+        let [batch, head, nth] = self.bands.place(map.heads, number);
         let all = map.heads_of(head) * map.steps;
         let first = nth * self.part;
         let pair = batch * map.heads.value() + head;
@@ -227,14 +240,14 @@ impl<'k> Round<'k> {
     }
 
     /// Whether another pair will take over a pair's place.
-    fn is_reused(&self, map: &TileMap<'k>, pair: Val<'k, u32>) -> Val<'k, bool> {
-        (pair + self.places.value()).lt(map.equal().pairs)
+    fn is_reused(&self, pair: Val<'k, u32>) -> Val<'k, bool> {
+        (pair + self.places.value()).lt(self.bands.pairs)
     }
 
     /// Waits until all additions to a part have arrived.
     fn wait_for_part(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, number: Val<'k, u32>) {
         let part = self.part_of(map, number);
-        let tiles = map.tiles_of_head(None);
+        let tiles = self.bands.tiles_of_head();
         let added = self.split.as_ref().map_or(tiles, |split| split.all(tiles));
         self.added(part.pair).wait_for(t, 0, added * GROUPS);
     }
@@ -361,7 +374,7 @@ impl<'k> Service<'k> for Round<'k> {
             self.messages.wait(t, SIGNAL);
             t.when(comes, |t| {
                 let part = self.part_of(map, after - 1 - self.lag);
-                let is_waited_for = self.is_part(map, &part) & self.is_reused(map, part.pair);
+                let is_waited_for = self.is_part(map, &part) & self.is_reused(part.pair);
                 t.when(is_waited_for, |t| self.rounded.at(part.pair).add(t, 0, 1));
             });
             self.messages.pass(t, SIGNAL);

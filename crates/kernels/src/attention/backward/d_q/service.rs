@@ -285,11 +285,6 @@ impl<'k> Ring<'k> {
     }
 }
 
-/// The arguments of a service that the kernel has.
-pub(crate) fn given<A>(args: &Option<A>) -> &A {
-    args.as_ref().expect("bug in fulgurite: a service of the kernel has no arguments")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

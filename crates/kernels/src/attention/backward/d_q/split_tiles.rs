@@ -9,10 +9,10 @@
 //! goes backwards through its tiles. The piece that begins a tile waits for nothing, and the run that ends a tile waits only
 //! for runs with lower numbers.
 
-use crate::attention::backward::d_q::service::{Flags, Log, Service, given};
+use crate::attention::backward::d_q::service::{Flags, Log, Service};
 use crate::attention::backward::plan::Deal;
 use crate::attention::backward::tiles::Work;
-use crate::params::{Lens, Params};
+use crate::params::{Lens, Params, given};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Acc, Divisor, Group, GroupBarrier, Pointer, Scope, Val};
 use std::rc::Rc;

@@ -4,9 +4,9 @@
 //! tiles are done, and until then the copy engine has little to write. So one thread of each CTA has it write zeros, part by
 //! part. CTAs take parts from a counter: no CTA waits for one that has not started.
 
-use crate::attention::backward::d_q::service::{Flags, Job, Log, Service, given};
+use crate::attention::backward::d_q::service::{Flags, Job, Log, Service};
 use crate::attention::backward::tiles::{TileMap, Work};
-use crate::params::{Lens, Params};
+use crate::params::{Lens, Params, given};
 use fulgurite_ptx::{Pointer, Scope, Thread, Val, Var, Zeros};
 use std::rc::Rc;
 

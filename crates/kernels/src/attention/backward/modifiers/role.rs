@@ -3,7 +3,7 @@
 use crate::attention::backward::d_q::exact::ExactSums;
 use crate::attention::backward::d_q::service::Log;
 use crate::attention::backward::modifiers::{ModifierGradients, is_one};
-use crate::attention::backward::tiles::{TileMap, Work};
+use crate::attention::backward::tiles::{Sequence, TileMap, Work};
 use crate::params::{Lens, Params};
 use crate::parts::modifier::{AuxArgs, BlockKind, Function, Modify, Parameters, Tanh, TilePosition};
 use fulgurite_core::expr::Program;
@@ -134,12 +134,11 @@ impl<'k> ModifierRole<'_, 'k> {
     /// Evaluates what stays the same for a query head and the warpgroup's 64 keys, which begin at `key`.
     pub fn set(&self, w: &Scope<'k, Group>, map: &TileMap<'k>, work: &Work<'k>, head: Val<'k, u32>, key: Val<'k, u32>) {
         let first = (key + w.first_row()).to_i32();
-        let (q_len, k_len) = match (work.sequence, self.of.q_len) {
-            (Some(sequence), _) => (sequence.q_len, sequence.k_len),
-            (None, Some(q_len)) => (q_len, map.k_len(None)),
-            (None, None) => unreachable!("bug in fulgurite: equal sequences have a length"),
+        let q_len = match work.sequence {
+            Sequence::Dense(_) => self.of.q_len.expect("bug in fulgurite: a parameter of equal sequences"),
+            Sequence::Ragged(sequence) => sequence.q_len,
         };
-        let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
+        let (q_len, k_len) = (q_len.to_i32(), map.k_len(work.sequence).to_i32());
         let place =
             &TilePosition { batch: work.batch, heads: vec![head; 2], rows: vec![first, first + 8], q_len, k_len };
         self.modify.set(w, place);

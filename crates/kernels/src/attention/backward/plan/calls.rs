@@ -11,7 +11,7 @@ use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, 
 use crate::attention::backward::state::Call;
 use crate::attention::backward::step_ranges::{self, RangeArgs};
 use crate::attention::backward::tensors::RowArgs;
-use crate::attention::backward::tiles::{EqualArgs, TileArgs, TileMapArgs};
+use crate::attention::backward::tiles::{DenseArgs, TileMapArgs};
 use crate::attention::backward::{BackwardConfig, Order, heads, prepare, sinks, zero};
 use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
 use crate::parts::block_table;
@@ -223,9 +223,15 @@ impl BackwardPlan {
         let (facts, schedule) = (&self.facts, &self.schedule);
         let words = schedule.counters(facts.features.order);
         let counters = |word: u64| scratch.counters.from(word * 4);
-        let (rows, tiles) = match (facts.layout, facts.features.ragged.any()) {
-            (Layout::Dense { q_len, k_len, .. }, false) => self.equal(tensors, [q_len, k_len]),
-            _ => self.unequal(tensors)?,
+        let (rows, dense, ragged) = match (facts.layout, facts.features.ragged.any()) {
+            (Layout::Dense { q_len, k_len, .. }, false) => {
+                let (rows, dense) = self.dense(tensors, [q_len, k_len]);
+                (rows, Some(dense), None)
+            }
+            _ => {
+                let (rows, ragged) = self.ragged(tensors)?;
+                (rows, None, Some(ragged))
+            }
         };
         let split = schedule.shape.splits.then(|| split_tiles::Args {
             deal: deal.unwrap_or(Deal::whole(schedule.bands.all_tiles())),
@@ -256,7 +262,8 @@ impl BackwardPlan {
                 heads: facts.heads[1] as u32,
                 part_tiles: schedule.tiles_of_part(facts) as u32,
                 step_ranges: schedule.step_ranges(facts).map(|sizes| RangeArgs { ranges: scratch.step_ranges, sizes }),
-                tiles,
+                dense,
+                ragged,
             },
             modifiers: ModifierArgs {
                 aux: self.aux(tensors, scratch.block_table),
@@ -318,7 +325,7 @@ impl BackwardPlan {
     }
 
     /// Tensors and tiles of sequences of equal length.
-    fn equal(&self, tensors: &Tensors, [q_len, k_len]: [usize; 2]) -> (CopiedRows, TileArgs) {
+    fn dense(&self, tensors: &Tensors, [q_len, k_len]: [usize; 2]) -> (CopiedRows, DenseArgs) {
         // Keys that no query sees, and queries that see no key, are read as zeros: their values, multiplied by a probability
         // of 0, must not show.
         let spans = self.facts.features.mask.spans();
@@ -341,18 +348,18 @@ impl BackwardPlan {
         };
         let first = |seen: &Range<usize>| if seen.is_empty() { OUTSIDE as u32 } else { seen.start as u32 };
         let bands = &self.schedule.bands;
-        let tiles = TileArgs::Equal(EqualArgs {
+        let args = DenseArgs {
             bands: BandArgs::new([bands.tiles, bands.pairs], [bands.band, bands.last]),
             k_len: k_len as u32,
             first_key: first(&seen_keys),
             first_query: first(&seen_queries),
             bottom_right: (k_len as i64 - q_len as i64) as i32,
-        });
-        (rows, tiles)
+        };
+        (rows, args)
     }
 
     /// Tensors and tiles of sequences of different lengths.
-    fn unequal(&self, tensors: &Tensors) -> Result<(CopiedRows, TileArgs), NoKernel> {
+    fn ragged(&self, tensors: &Tensors) -> Result<(CopiedRows, SequenceArgs), NoKernel> {
         let Tensors { q, k, v, d_o, d_k, d_v, .. } = tensors;
         let ragged = |name: &str, placed: &DeviceTensor| {
             placed.or(k).ragged(self.facts.number).ok_or_else(|| NoKernel {
@@ -370,6 +377,6 @@ impl BackwardPlan {
         let mut sequences = self.sequences(tensors);
         // In the order of `tiles::STEPS`.
         sequences.steps = [q, k, v, d_o, d_k, d_v].map(|placed| placed.step().unwrap_or(0) as u32).to_vec();
-        Ok((rows, TileArgs::Unequal(sequences)))
+        Ok((rows, sequences))
     }
 }
