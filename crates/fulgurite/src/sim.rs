@@ -18,11 +18,11 @@ pub use fulgurite_sim::{
 };
 
 use fulgurite_core::random::Rng;
-use fulgurite_core::{DType, Problem};
+use fulgurite_core::{DType, Layout, Problem};
 use fulgurite_kernels::attention::backward::Order as Adding;
 use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors as BackwardTensors};
 use fulgurite_kernels::attention::decode;
-use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, NoKernel, Tensors};
+use fulgurite_kernels::attention::forward::plan::{DeviceAux, DeviceBlockLists, DeviceTensor, NoKernel, Tensors};
 use fulgurite_kernels::gemm::mma_sync::SyncGemm;
 use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::gemm::{self, GemmConfig, Layouts};
@@ -30,7 +30,7 @@ use fulgurite_kernels::operator::{Executable as _, Memory, Plan as _};
 use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, Example};
 use fulgurite_kernels::tensor_operator::{Call, Operand, TensorOperator, TensorProblem};
 use fulgurite_kernels::tensor_type::TensorType;
-use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream};
+use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Span as GlobalSpan, Stream};
 use fulgurite_ptx::{BuildError, Major, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
@@ -270,6 +270,15 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
     }
 }
 
+/// The tensors that a feature reads beside q, k, v and o.
+#[derive(Default)]
+struct FeatureTensors {
+    sinks: Option<GlobalSpan>,
+    cu_seqlens: Option<[GlobalSpan; 2]>,
+    aux: Vec<DeviceAux>,
+    lists: Option<DeviceBlockLists>,
+}
+
 struct Maker<'a> {
     device: &'a dyn Device,
     sizes: Sizes,
@@ -375,16 +384,77 @@ impl Maker<'_> {
         Ok((problem, words))
     }
 
+    /// Shapes of q, k, v and o. The rows of packed sequences form one axis.
+    fn shapes(&self, problem: &Problem) -> [[u64; 4]; 4] {
+        let (batch, q_len, k_len) = match problem.layout() {
+            Layout::Dense { batch, q_len, k_len } => (batch, q_len, k_len),
+            Layout::Packed(packed) => (1, packed.total_q, packed.total_k),
+        };
+        let (of_q, of_k) = ((q_len, problem.q_heads()), (k_len, problem.kv_heads()));
+        [of_q, of_k, of_k, of_q].map(|(len, heads)| [batch, len, heads, problem.head_dim()].map(|n| n as u64))
+    }
+
+    /// Numbers of 32 bits in the device's memory.
+    fn words(&self, words: &[i32]) -> Result<Buffer, DeviceError> {
+        let buffer = self.device.allocate(4 * words.len().max(1) as u64)?;
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        self.device.upload(buffer.span(), &bytes)?;
+        Ok(buffer)
+    }
+
+    /// The tensors beside q, k, v and o that a problem reads. Their memory is added to `memory`.
+    fn features(&mut self, problem: &Problem, memory: &mut Vec<Buffer>) -> Result<FeatureTensors, DeviceError> {
+        let mut keep = |buffer: Buffer| {
+            let span = buffer.span();
+            memory.push(buffer);
+            span
+        };
+        let mut of = FeatureTensors::default();
+        if problem.has_sinks() {
+            of.sinks = Some(keep(self.random(Number::F32, problem.q_heads() as u64)?));
+        }
+        if let Layout::Packed(packed) = problem.layout() {
+            // The lengths of `Feature::Packed`.
+            let offsets = |total: usize| [0, total / 4, total].map(|at| at as i32);
+            of.cu_seqlens =
+                Some([keep(self.words(&offsets(packed.total_q))?), keep(self.words(&offsets(packed.total_k))?)]);
+        }
+        for spec in problem.aux() {
+            let count: usize = spec.shape.iter().product();
+            let tensor = match spec.dtype {
+                // Documents of 64 tokens.
+                DType::I32 => {
+                    let len = spec.shape.last().copied().unwrap_or(1);
+                    self.words(&(0..count).map(|i| (i % len / 64) as i32).collect::<Vec<_>>())?
+                }
+                DType::Bf16 => self.random(Number::Bf16, count as u64)?,
+                DType::F16 => self.random(Number::F16, count as u64)?,
+                _ => self.random(Number::F32, count as u64)?,
+            };
+            let strides = (0..spec.shape.len()).map(|axis| spec.shape[axis + 1..].iter().product::<usize>() as u64);
+            of.aux.push(DeviceAux { span: keep(tensor), strides: strides.collect() });
+        }
+        if let Some(spec) = problem.blocks() {
+            // Every block is partial, so the mask beside the lists decides alone.
+            let rows = spec.batch * spec.heads * problem.max_q_len().div_ceil(spec.rows);
+            let width = problem.max_k_len().div_ceil(spec.cols);
+            let counts = [keep(self.words(&vec![width as i32; rows])?), keep(self.words(&vec![0; rows])?)];
+            let listed: Vec<i32> = (0..rows * width).map(|i| (i % width) as i32).collect();
+            let blocks = [keep(self.words(&listed)?), keep(self.words(&vec![0; rows])?)];
+            of.lists = Some(DeviceBlockLists { counts, blocks, widths: [width as u32, 1] });
+        }
+        Ok(of)
+    }
+
     /// One of the kernels of the gradients, after those before it have run. o and the LSE are random too: the values of
     /// the gradients do not matter here, as long as they are finite.
     fn backward(&mut self, example: AttentionExample, at: usize) -> Result<Prepared, SimError> {
-        let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
-        let AttentionExample { number, head_dim: dim, .. } = example;
+        let Sizes { batch, q_len, k_len, heads, .. } = self.sizes;
+        let number = example.number;
         let (problem, words) = self.problem(&example)?;
         let plan = BackwardPlan::new(&problem, false, Adding::Any)?;
         let kernels = plan.kernels(self.device.target())?;
-        let shape = |len, heads| [batch, len, heads, dim].map(u64::from);
-        let (of_q, of_k) = (shape(q_len, heads), shape(k_len, kv_heads));
+        let [of_q, of_k, ..] = self.shapes(&problem);
         // q, k, v, o, d_o, d_q, d_k, d_v.
         let shapes = [of_q, of_k, of_k, of_q, of_q, of_q, of_k, of_k];
         let mut memory = Vec::new();
@@ -395,34 +465,37 @@ impl Maker<'_> {
         let lse_buffer = self.device.allocate(lse.len() as u64)?;
         self.device.upload(lse_buffer.span(), &lse)?;
         let scratch = self.device.allocate(plan.scratch_bytes())?;
+        let workspace = scratch.span();
         let [q, k, v, o, d_o, d_q, d_k, d_v] =
             std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
-        let tensors = BackwardTensors::new([q, k, v, o], lse_buffer.span(), d_o, [d_q, d_k, d_v]);
-        let mut before = plan.plan(&kernels, &tensors, scratch.span(), self.blocks())?.launches;
+        let mut tensors = BackwardTensors::new([q, k, v, o], lse_buffer.span(), d_o, [d_q, d_k, d_v]);
+        let mut others = vec![lse_buffer, scratch];
+        let FeatureTensors { cu_seqlens, aux, lists, .. } = self.features(&problem, &mut others)?;
+        (tensors.cu_seqlens, tensors.aux, tensors.lists) = (cu_seqlens, aux, lists);
+        let mut before = plan.plan(&kernels, &tensors, workspace, self.blocks())?.launches;
         // Only the main kernel's d_k and d_v are compared: the sum of d_q has no defined order, and the workspace is
         // not a result.
         let is_main = before.get(at).is_some_and(|launch| Arc::ptr_eq(&launch.kernel, &kernels.main));
         let results = if is_main { vec![(6, number), (7, number)] } else { Vec::new() };
         before.truncate(at + 1);
         let launch = before.pop().ok_or_else(|| SimError::Problem(format!("launch {at} has nothing to do")))?;
-        memory.extend([lse_buffer, scratch]);
+        memory.extend(others);
         Ok(Prepared { before, launch, problem: words, memory, results })
     }
 
     /// The plan that a call of the library would use for these sizes, because the tile configuration depends on them.
     fn forward(&mut self, example: AttentionExample, part: AttentionPart) -> Result<Prepared, SimError> {
-        let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
-        let AttentionExample { number, head_dim: dim, .. } = example;
+        let Sizes { batch, q_len, heads, kv_heads, .. } = self.sizes;
+        let number = example.number;
         let group = heads / kv_heads;
         if part == AttentionPart::Decode && q_len * group > decode::ROWS {
             let allowed = format!("up to {} for {group} query heads per key/value head", decode::ROWS / group);
             return Err(SimError::Size { size: "q-len", got: q_len, allowed });
         }
         let (problem, words) = self.problem(&example)?;
-        let plan = ForwardPlan::new(&problem, None)?;
+        let plan = example.plan(&problem, part)?;
         let kernel = Arc::new(plan.kernel(self.device.target())?);
-        let shapes = [(q_len, heads), (k_len, kv_heads), (k_len, kv_heads), (q_len, heads)]
-            .map(|(len, heads)| [batch, len, heads, dim].map(u64::from));
+        let shapes = self.shapes(&problem);
         let mut memory = Vec::new();
         for shape in shapes {
             memory.push(self.random(number, shape.iter().product())?);
@@ -432,16 +505,15 @@ impl Maker<'_> {
         let counters = self.device.allocate(plan.counter_bytes())?;
         self.device.upload(counters.span(), &vec![0; plan.counter_bytes() as usize])?;
         let scratch = self.device.allocate(plan.scratch_bytes().max(16))?;
-        let tensors = Tensors { scratch: Some(scratch.span()), ..Tensors::new(tensors, lse.span(), counters.span()) };
+        let (lse_span, counter_span, workspace) = (lse.span(), counters.span(), scratch.span());
+        memory.extend([lse, counters, scratch]);
+        let FeatureTensors { sinks, cu_seqlens, aux, lists } = self.features(&problem, &mut memory)?;
+        let base = Tensors::new(tensors, lse_span, counter_span);
+        let tensors = Tensors { scratch: Some(workspace), sinks, cu_seqlens, aux, lists, ..base };
+        let block_table = plan.block_table_kernel(self.device.target())?.map(Arc::new);
+        let before = block_table.iter().filter_map(|kernel| plan.block_table(kernel, &tensors)).collect();
         let launch = plan.launch(kernel, &tensors, self.blocks())?;
         let launch = launch.ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
-        memory.extend([lse, counters, scratch]);
-        Ok(Prepared {
-            before: Vec::new(),
-            launch,
-            problem: words,
-            memory,
-            results: vec![(3, number), (4, Number::F32)],
-        })
+        Ok(Prepared { before, launch, problem: words, memory, results: vec![(3, number), (4, Number::F32)] })
     }
 }

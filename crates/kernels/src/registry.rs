@@ -10,11 +10,14 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
+mod example;
+
+pub use example::{AttentionExample, AttentionPart, Example, Feature};
+
 use crate::add::VECTOR_ADD;
 use crate::attention::backward::BackwardConfig;
 use crate::attention::decode::DecodeConfig;
 use crate::attention::forward::config::ForwardConfig;
-use crate::attention::forward::plan::{ConfigTable, ForwardPlan};
 use crate::attention::{backward, decode, forward};
 use crate::gemm;
 use crate::gemm::{GemmConfig, Layouts};
@@ -22,7 +25,7 @@ use crate::parts::repack;
 use crate::row_dot::ROW_DOT;
 use crate::softmax::ROW_SOFTMAX;
 use crate::tensor_operator::TensorOperator;
-use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemError};
+use fulgurite_core::Mask;
 use fulgurite_ptx::{BuildError, Half, Kernel, Major, Number, Pair, Target, Word, bf16, f16};
 use std::sync::OnceLock;
 
@@ -36,91 +39,24 @@ pub struct Entry {
     /// Builds it with its usual tile configuration. Fails for a target that lacks one of its instructions, and names
     /// the instruction.
     pub build: fn(Target) -> Result<Kernel, BuildError>,
-    /// A call on random tensors; `None` for a kernel that reads tensors with special contents, such as offsets.
+    /// The problem that it belongs to; `None` for a kernel that serves every problem, such as a copy.
     pub example: Option<Example>,
 }
 
-/// A call of a kernel on random tensors. The caller chooses lengths, batch and heads; the kernel determines the rest.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Example {
-    /// An operator over whole tensors.
-    Tensors(&'static TensorOperator),
-    /// A matrix product on Hopper (`wgmma`).
-    Product {
-        /// Element type.
-        number: Number,
-        /// Memory layouts of the operands.
-        layouts: Layouts,
-    },
-    /// A product of single warps (`mma.sync`).
-    SyncProduct {
-        /// Element type.
-        number: Number,
-        /// Memory layouts of the operands.
-        layouts: Layouts,
-    },
-    /// A kernel of attention.
-    Attention {
-        /// The problem, except lengths, batch and heads.
-        problem: AttentionExample,
-        /// The kernel of the operator.
-        part: AttentionPart,
-    },
+const fn attention_example(number: Number, head_dim: u32, feature: Feature, part: AttentionPart) -> Example {
+    Example::Attention { problem: AttentionExample { number, head_dim, feature }, part }
 }
 
-/// An attention problem, except lengths, batch and heads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AttentionExample {
-    /// Element type.
-    pub number: Number,
-    /// Head dimension of q, k and v.
-    pub head_dim: u32,
-    /// Whether the mask is causal; otherwise there is no mask.
-    pub causal: bool,
+const fn forward_example(number: Number, head_dim: u32, feature: Feature) -> Example {
+    attention_example(number, head_dim, feature, AttentionPart::Forward)
 }
 
-impl AttentionExample {
-    /// The problem with these sizes.
-    pub fn problem(
-        &self,
-        [batch, q_len, k_len]: [usize; 3],
-        [heads, kv_heads]: [usize; 2],
-    ) -> Result<Problem, ProblemError> {
-        let dtype = if self.number == Number::F16 { DType::F16 } else { DType::Bf16 };
-        let mask = if self.causal { Mask::causal() } else { Mask::none() };
-        let problem = Problem::builder().dense(batch, q_len, k_len).heads(heads, kv_heads);
-        problem.head_dim(self.head_dim as usize).mask(mask).dtype(dtype).build()
-    }
+const fn decode_example(number: Number, head_dim: u32, feature: Feature) -> Example {
+    attention_example(number, head_dim, feature, AttentionPart::Decode)
 }
 
-/// One of the attention kernels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AttentionPart {
-    /// Forward attention.
-    Forward,
-    /// Forward attention with few queries (decode).
-    Decode,
-    /// A launch of the gradients, by its index in the plan.
-    Backward {
-        /// Index of the launch, from 0.
-        launch: usize,
-    },
-}
-
-const fn attention_example(number: Number, head_dim: u32, causal: bool, part: AttentionPart) -> Example {
-    Example::Attention { problem: AttentionExample { number, head_dim, causal }, part }
-}
-
-const fn forward_example(number: Number, head_dim: u32, causal: bool) -> Example {
-    attention_example(number, head_dim, causal, AttentionPart::Forward)
-}
-
-const fn decode_example(number: Number, head_dim: u32, causal: bool) -> Example {
-    attention_example(number, head_dim, causal, AttentionPart::Decode)
-}
-
-const fn backward_example(number: Number, head_dim: u32, causal: bool, launch: usize) -> Example {
-    attention_example(number, head_dim, causal, AttentionPart::Backward { launch })
+const fn backward_example(number: Number, head_dim: u32, feature: Feature, launch: usize) -> Example {
+    attention_example(number, head_dim, feature, AttentionPart::Backward { launch })
 }
 
 /// Operators over whole tensors, which the command line and Python call by name.
@@ -193,135 +129,99 @@ fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
     backward::Features::plain([head_dim, head_dim], mask)
 }
 
-/// Forward attention in bf16 with a feature, planned for a call of 2 x 8192 tokens.
-fn featured(target: Target, head_dim: usize, feature: &str, variant: Variant) -> Result<Kernel, BuildError> {
-    let (batch, len, heads) = (2, 8192, 16);
-    let q_len = if variant == Variant::Decode { 4 } else { len };
-    let offsets = |len: usize| [0, len / 2, 2 * len].map(|at| at as i32);
-    let base = Problem::builder().heads(heads, heads / 4).head_dim(head_dim).dtype(DType::Bf16);
-    let problem = match feature {
-        "packed" => base.packed(&offsets(q_len), &offsets(len)).mask(Mask::causal()),
-        _ => base.dense(batch, q_len, len),
-    };
-    let problem = match feature {
-        "softcap" => problem.softcap(30.0),
-        "alibi" => problem.alibi().mask(Mask::causal()),
-        "bias" => problem.bias([1, heads, q_len, len], DType::Bf16, false),
-        "documents" => {
-            let ids = [("documents_q", q_len), ("documents_k", len)];
-            let problem = problem.mask(Mask::documents());
-            ids.into_iter().fold(problem, |p, (name, len)| p.aux(name, DType::I32, &[batch, len]))
-        }
-        "causal" => problem.mask(Mask::causal()),
-        "sinks" => problem.sinks().mask(Mask::window(1024, 0)),
-        "blocks" => problem.block_mask(BlockSpec::default()).mask(Mask::causal()),
-        _ => problem,
-    };
-    let problem = problem.build().unwrap_or_else(|e| panic!("bug in fulgurite: {feature}: {e}"));
-    let plan = match variant {
-        Variant::Wgmma | Variant::Decode => ForwardPlan::new(&problem, None),
-        Variant::MmaSync => ForwardPlan::mma_sync(&problem, None, &ConfigTable::default()),
-    };
-    let plan = plan.unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
-    let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
-    plan.kernel(target)
+/// Forward attention of an example, planned for a call of 2 x 8192 tokens.
+fn planned(target: Target, example: AttentionExample, part: AttentionPart) -> Result<Kernel, BuildError> {
+    let q_len = if part == AttentionPart::Decode { 4 } else { 8192 };
+    let problem = example.problem([2, q_len, 8192], [16, 4]).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
+    example.plan(&problem, part).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}")).kernel(target)
 }
 
-/// The kernel of forward attention that is built.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Variant {
-    Wgmma,
-    Decode,
-    MmaSync,
+/// Entries of forward attention in bf16 that are planned for their example.
+macro_rules! planned {
+    ($part:ident $prefix:literal $title:literal: $($dim:literal $feature:ident $name:literal $summary:literal;)*) => {
+        &[$(Entry {
+            name: concat!($prefix, "-bf16-d", $dim, "-", $name),
+            summary: concat!($title, ", bf16, head_dim ", $dim, ", ", $summary),
+            build: |target| {
+                let example = AttentionExample { number: Number::Bf16, head_dim: $dim, feature: Feature::$feature };
+                planned(target, example, AttentionPart::$part)
+            },
+            example: Some(attention_example(Number::Bf16, $dim, Feature::$feature, AttentionPart::$part)),
+        },)*]
+    };
 }
 
-/// Entries of features at three head dimensions.
-macro_rules! features {
-    ($($feature:literal: $summary:literal;)*) => {
-        const FEATURES: &[Entry] = &[$(
-            features!(@one 64, $feature, $summary),
-            features!(@one 128, $feature, $summary),
-            features!(@one 256, $feature, $summary),
-        )*];
-    };
-    (@one $dim:literal, $feature:literal, $summary:literal) => {
-        Entry {
-            name: concat!("attention-bf16-d", $dim, "-", $feature),
-            summary: concat!("forward attention, bf16, head_dim ", $dim, ", ", $summary),
-            build: |target| featured(target, $dim, $feature, Variant::Wgmma),
-            example: None,
-        }
-    };
-    (@sync $dim:literal, $feature:literal, $summary:literal) => {
-        Entry {
-            name: concat!("attention-sync-bf16-d", $dim, "-", $feature),
-            summary: concat!("forward attention by mma.sync, bf16, head_dim ", $dim, ", ", $summary),
-            build: |target| featured(target, $dim, $feature, Variant::MmaSync),
-            example: None,
-        }
-    };
-    (@decode $dim:literal, $feature:literal, $summary:literal) => {
-        Entry {
-            name: concat!("attention-decode-bf16-d", $dim, "-", $feature),
-            summary: concat!("decode attention, bf16, head_dim ", $dim, ", ", $summary),
-            build: |target| featured(target, $dim, $feature, Variant::Decode),
-            example: None,
-        }
-    };
-}
-features! {
-    "softcap": "softcap";
-    "alibi": "causal mask and ALiBi";
-    "bias": "a bias for each head";
-    "documents": "document mask";
-    "sinks": "window and sinks";
-    "packed": "packed sequences under a causal mask";
-    "blocks": "block mask over a causal one";
-}
-const DECODE_FEATURES: &[Entry] = &[
-    features!(@decode 128, "softcap", "softcap"),
-    features!(@decode 256, "softcap", "softcap"),
-    features!(@decode 128, "alibi", "causal mask and ALiBi"),
-    features!(@decode 128, "bias", "a bias for each head"),
-    features!(@decode 256, "bias", "a bias for each head"),
-    features!(@decode 128, "documents", "document mask"),
-    features!(@decode 256, "documents", "document mask"),
-    features!(@decode 128, "sinks", "window and sinks"),
-    features!(@decode 128, "packed", "packed sequences under a causal mask"),
-    features!(@decode 256, "packed", "packed sequences under a causal mask"),
-];
-/// Forward attention on every GPU since Ampere.
-const MMA_SYNC: &[Entry] = &[
-    features!(@sync 64, "full", "no mask"),
-    features!(@sync 64, "causal", "causal mask"),
-    features!(@sync 96, "full", "no mask"),
-    features!(@sync 96, "causal", "causal mask"),
-    features!(@sync 128, "full", "no mask"),
-    features!(@sync 128, "causal", "causal mask"),
-    features!(@sync 256, "full", "no mask"),
-    features!(@sync 256, "causal", "causal mask"),
-    features!(@sync 64, "softcap", "softcap"),
-    features!(@sync 64, "alibi", "causal mask and ALiBi"),
-    features!(@sync 64, "bias", "a bias for each head"),
-    features!(@sync 64, "documents", "document mask"),
-    features!(@sync 64, "sinks", "window and sinks"),
-    features!(@sync 64, "packed", "packed sequences under a causal mask"),
-    features!(@sync 64, "blocks", "block mask over a causal one"),
-    features!(@sync 128, "softcap", "softcap"),
-    features!(@sync 128, "alibi", "causal mask and ALiBi"),
-    features!(@sync 128, "bias", "a bias for each head"),
-    features!(@sync 128, "documents", "document mask"),
-    features!(@sync 128, "sinks", "window and sinks"),
-    features!(@sync 128, "packed", "packed sequences under a causal mask"),
-    features!(@sync 128, "blocks", "block mask over a causal one"),
-    features!(@sync 256, "softcap", "softcap"),
-    features!(@sync 256, "alibi", "causal mask and ALiBi"),
-    features!(@sync 256, "bias", "a bias for each head"),
-    features!(@sync 256, "documents", "document mask"),
-    features!(@sync 256, "sinks", "window and sinks"),
-    features!(@sync 256, "packed", "packed sequences under a causal mask"),
-    features!(@sync 256, "blocks", "block mask over a causal one"),
-];
+const FEATURES: &[Entry] = planned! {
+    Forward "attention" "forward attention":
+    64 Softcap "softcap" "softcap";
+    128 Softcap "softcap" "softcap";
+    256 Softcap "softcap" "softcap";
+    64 Alibi "alibi" "causal mask and ALiBi";
+    128 Alibi "alibi" "causal mask and ALiBi";
+    256 Alibi "alibi" "causal mask and ALiBi";
+    64 Bias "bias" "a bias for each head";
+    128 Bias "bias" "a bias for each head";
+    256 Bias "bias" "a bias for each head";
+    64 Documents "documents" "document mask";
+    128 Documents "documents" "document mask";
+    256 Documents "documents" "document mask";
+    64 Sinks "sinks" "window and sinks";
+    128 Sinks "sinks" "window and sinks";
+    256 Sinks "sinks" "window and sinks";
+    64 Packed "packed" "packed sequences under a causal mask";
+    128 Packed "packed" "packed sequences under a causal mask";
+    256 Packed "packed" "packed sequences under a causal mask";
+    64 Blocks "blocks" "block mask over a causal one";
+    128 Blocks "blocks" "block mask over a causal one";
+    256 Blocks "blocks" "block mask over a causal one";
+};
+
+const DECODE_FEATURES: &[Entry] = planned! {
+    Decode "attention-decode" "decode attention":
+    128 Softcap "softcap" "softcap";
+    256 Softcap "softcap" "softcap";
+    128 Alibi "alibi" "causal mask and ALiBi";
+    128 Bias "bias" "a bias for each head";
+    256 Bias "bias" "a bias for each head";
+    128 Documents "documents" "document mask";
+    256 Documents "documents" "document mask";
+    128 Sinks "sinks" "window and sinks";
+    128 Packed "packed" "packed sequences under a causal mask";
+    256 Packed "packed" "packed sequences under a causal mask";
+};
+
+const MMA_SYNC: &[Entry] = planned! {
+    ForwardSync "attention-sync" "forward attention by mma.sync":
+    64 Full "full" "no mask";
+    64 Causal "causal" "causal mask";
+    96 Full "full" "no mask";
+    96 Causal "causal" "causal mask";
+    128 Full "full" "no mask";
+    128 Causal "causal" "causal mask";
+    256 Full "full" "no mask";
+    256 Causal "causal" "causal mask";
+    64 Softcap "softcap" "softcap";
+    64 Alibi "alibi" "causal mask and ALiBi";
+    64 Bias "bias" "a bias for each head";
+    64 Documents "documents" "document mask";
+    64 Sinks "sinks" "window and sinks";
+    64 Packed "packed" "packed sequences under a causal mask";
+    64 Blocks "blocks" "block mask over a causal one";
+    128 Softcap "softcap" "softcap";
+    128 Alibi "alibi" "causal mask and ALiBi";
+    128 Bias "bias" "a bias for each head";
+    128 Documents "documents" "document mask";
+    128 Sinks "sinks" "window and sinks";
+    128 Packed "packed" "packed sequences under a causal mask";
+    128 Blocks "blocks" "block mask over a causal one";
+    256 Softcap "softcap" "softcap";
+    256 Alibi "alibi" "causal mask and ALiBi";
+    256 Bias "bias" "a bias for each head";
+    256 Documents "documents" "document mask";
+    256 Sinks "sinks" "window and sinks";
+    256 Packed "packed" "packed sequences under a causal mask";
+    256 Blocks "blocks" "block mask over a causal one";
+};
 
 const ALL: &[Entry] = &[
     entry!(VECTOR_ADD),
@@ -403,91 +303,91 @@ const ALL: &[Entry] = &[
         name: "attention-bf16-d64-full",
         summary: "forward attention, bf16, head_dim 64, no mask",
         build: |target| attention::<bf16>(target, 64, Mask::none()),
-        example: Some(forward_example(Number::Bf16, 64, false)),
+        example: Some(forward_example(Number::Bf16, 64, Feature::Full)),
     },
     Entry {
         name: "attention-bf16-d64-causal",
         summary: "forward attention, bf16, head_dim 64, causal mask",
         build: |target| attention::<bf16>(target, 64, Mask::causal()),
-        example: Some(forward_example(Number::Bf16, 64, true)),
+        example: Some(forward_example(Number::Bf16, 64, Feature::Causal)),
     },
     Entry {
         name: "attention-bf16-d128-full",
         summary: "forward attention, bf16, head_dim 128, no mask",
         build: |target| attention::<bf16>(target, 128, Mask::none()),
-        example: Some(forward_example(Number::Bf16, 128, false)),
+        example: Some(forward_example(Number::Bf16, 128, Feature::Full)),
     },
     Entry {
         name: "attention-bf16-d128-causal",
         summary: "forward attention, bf16, head_dim 128, causal mask",
         build: |target| attention::<bf16>(target, 128, Mask::causal()),
-        example: Some(forward_example(Number::Bf16, 128, true)),
+        example: Some(forward_example(Number::Bf16, 128, Feature::Causal)),
     },
     Entry {
         name: "attention-f16-d64-full",
         summary: "forward attention, f16, head_dim 64, no mask",
         build: |target| attention::<f16>(target, 64, Mask::none()),
-        example: Some(forward_example(Number::F16, 64, false)),
+        example: Some(forward_example(Number::F16, 64, Feature::Full)),
     },
     Entry {
         name: "attention-f16-d64-causal",
         summary: "forward attention, f16, head_dim 64, causal mask",
         build: |target| attention::<f16>(target, 64, Mask::causal()),
-        example: Some(forward_example(Number::F16, 64, true)),
+        example: Some(forward_example(Number::F16, 64, Feature::Causal)),
     },
     Entry {
         name: "attention-f16-d128-full",
         summary: "forward attention, f16, head_dim 128, no mask",
         build: |target| attention::<f16>(target, 128, Mask::none()),
-        example: Some(forward_example(Number::F16, 128, false)),
+        example: Some(forward_example(Number::F16, 128, Feature::Full)),
     },
     Entry {
         name: "attention-f16-d128-causal",
         summary: "forward attention, f16, head_dim 128, causal mask",
         build: |target| attention::<f16>(target, 128, Mask::causal()),
-        example: Some(forward_example(Number::F16, 128, true)),
+        example: Some(forward_example(Number::F16, 128, Feature::Causal)),
     },
     Entry {
         name: "attention-bf16-d512-full",
         summary: "forward attention, bf16, head_dim 512, no mask",
         build: |target| attention::<bf16>(target, 512, Mask::none()),
-        example: Some(forward_example(Number::Bf16, 512, false)),
+        example: Some(forward_example(Number::Bf16, 512, Feature::Full)),
     },
     Entry {
         name: "attention-f16-d512-causal",
         summary: "forward attention, f16, head_dim 512, causal mask",
         build: |target| attention::<f16>(target, 512, Mask::causal()),
-        example: Some(forward_example(Number::F16, 512, true)),
+        example: Some(forward_example(Number::F16, 512, Feature::Causal)),
     },
     Entry {
         name: "attention-decode-bf16-d64-full",
         summary: "decode attention, bf16, head_dim 64, no mask",
         build: |target| attention_decode::<bf16>(target, 64, Mask::none()),
-        example: Some(decode_example(Number::Bf16, 64, false)),
+        example: Some(decode_example(Number::Bf16, 64, Feature::Full)),
     },
     Entry {
         name: "attention-decode-bf16-d128-full",
         summary: "decode attention, bf16, head_dim 128, no mask",
         build: |target| attention_decode::<bf16>(target, 128, Mask::none()),
-        example: Some(decode_example(Number::Bf16, 128, false)),
+        example: Some(decode_example(Number::Bf16, 128, Feature::Full)),
     },
     Entry {
         name: "attention-decode-bf16-d128-causal",
         summary: "decode attention, bf16, head_dim 128, causal mask",
         build: |target| attention_decode::<bf16>(target, 128, Mask::causal()),
-        example: Some(decode_example(Number::Bf16, 128, true)),
+        example: Some(decode_example(Number::Bf16, 128, Feature::Causal)),
     },
     Entry {
         name: "attention-decode-bf16-d256-full",
         summary: "decode attention, bf16, head_dim 256, no mask",
         build: |target| attention_decode::<bf16>(target, 256, Mask::none()),
-        example: Some(decode_example(Number::Bf16, 256, false)),
+        example: Some(decode_example(Number::Bf16, 256, Feature::Full)),
     },
     Entry {
         name: "attention-decode-f16-d128-full",
         summary: "decode attention, f16, head_dim 128, no mask",
         build: |target| attention_decode::<f16>(target, 128, Mask::none()),
-        example: Some(decode_example(Number::F16, 128, false)),
+        example: Some(decode_example(Number::F16, 128, Feature::Full)),
     },
     Entry {
         name: "attention-pack",
@@ -505,49 +405,49 @@ const ALL: &[Entry] = &[
         name: "backward-bf16-d64-full",
         summary: "gradients of attention, bf16, head_dim 64, no mask",
         build: |target| gradients::<bf16>(target, 64, Mask::none()),
-        example: Some(backward_example(Number::Bf16, 64, false, 1)),
+        example: Some(backward_example(Number::Bf16, 64, Feature::Full, 1)),
     },
     Entry {
         name: "backward-bf16-d64-causal",
         summary: "gradients of attention, bf16, head_dim 64, causal mask",
         build: |target| gradients::<bf16>(target, 64, Mask::causal()),
-        example: Some(backward_example(Number::Bf16, 64, true, 1)),
+        example: Some(backward_example(Number::Bf16, 64, Feature::Causal, 1)),
     },
     Entry {
         name: "backward-bf16-d128-full",
         summary: "gradients of attention, bf16, head_dim 128, no mask",
         build: |target| gradients::<bf16>(target, 128, Mask::none()),
-        example: Some(backward_example(Number::Bf16, 128, false, 1)),
+        example: Some(backward_example(Number::Bf16, 128, Feature::Full, 1)),
     },
     Entry {
         name: "backward-bf16-d128-causal",
         summary: "gradients of attention, bf16, head_dim 128, causal mask",
         build: |target| gradients::<bf16>(target, 128, Mask::causal()),
-        example: Some(backward_example(Number::Bf16, 128, true, 1)),
+        example: Some(backward_example(Number::Bf16, 128, Feature::Causal, 1)),
     },
     Entry {
         name: "backward-f16-d64-full",
         summary: "gradients of attention, f16, head_dim 64, no mask",
         build: |target| gradients::<f16>(target, 64, Mask::none()),
-        example: Some(backward_example(Number::F16, 64, false, 1)),
+        example: Some(backward_example(Number::F16, 64, Feature::Full, 1)),
     },
     Entry {
         name: "backward-f16-d64-causal",
         summary: "gradients of attention, f16, head_dim 64, causal mask",
         build: |target| gradients::<f16>(target, 64, Mask::causal()),
-        example: Some(backward_example(Number::F16, 64, true, 1)),
+        example: Some(backward_example(Number::F16, 64, Feature::Causal, 1)),
     },
     Entry {
         name: "backward-f16-d128-full",
         summary: "gradients of attention, f16, head_dim 128, no mask",
         build: |target| gradients::<f16>(target, 128, Mask::none()),
-        example: Some(backward_example(Number::F16, 128, false, 1)),
+        example: Some(backward_example(Number::F16, 128, Feature::Full, 1)),
     },
     Entry {
         name: "backward-f16-d128-causal",
         summary: "gradients of attention, f16, head_dim 128, causal mask",
         build: |target| gradients::<f16>(target, 128, Mask::causal()),
-        example: Some(backward_example(Number::F16, 128, true, 1)),
+        example: Some(backward_example(Number::F16, 128, Feature::Causal, 1)),
     },
     Entry {
         name: "backward-bf16-d128-packed",
@@ -558,31 +458,31 @@ const ALL: &[Entry] = &[
             let config = BackwardConfig::with_room(128, true, backward::RegisterPressure::None);
             backward::main::kernel::<bf16>(target, &features, config)
         },
-        example: None,
+        example: Some(backward_example(Number::Bf16, 128, Feature::Packed, 1)),
     },
     Entry {
         name: "backward-bf16-d256-full",
         summary: "gradients of attention, bf16, head_dim 256, no mask",
         build: |target| gradients::<bf16>(target, 256, Mask::none()),
-        example: Some(backward_example(Number::Bf16, 256, false, 1)),
+        example: Some(backward_example(Number::Bf16, 256, Feature::Full, 1)),
     },
     Entry {
         name: "backward-bf16-d256-causal",
         summary: "gradients of attention, bf16, head_dim 256, causal mask",
         build: |target| gradients::<bf16>(target, 256, Mask::causal()),
-        example: Some(backward_example(Number::Bf16, 256, true, 1)),
+        example: Some(backward_example(Number::Bf16, 256, Feature::Causal, 1)),
     },
     Entry {
         name: "backward-f16-d256-full",
         summary: "gradients of attention, f16, head_dim 256, no mask",
         build: |target| gradients::<f16>(target, 256, Mask::none()),
-        example: Some(backward_example(Number::F16, 256, false, 1)),
+        example: Some(backward_example(Number::F16, 256, Feature::Full, 1)),
     },
     Entry {
         name: "backward-f16-d256-causal",
         summary: "gradients of attention, f16, head_dim 256, causal mask",
         build: |target| gradients::<f16>(target, 256, Mask::causal()),
-        example: Some(backward_example(Number::F16, 256, true, 1)),
+        example: Some(backward_example(Number::F16, 256, Feature::Causal, 1)),
     },
     Entry {
         name: "backward-prepare-bf16-d128",
@@ -590,7 +490,7 @@ const ALL: &[Entry] = &[
         build: |target| {
             backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
-        example: Some(backward_example(Number::Bf16, 128, false, 0)),
+        example: Some(backward_example(Number::Bf16, 128, Feature::Full, 0)),
     },
     Entry {
         name: "backward-finish-bf16-d128",
@@ -598,7 +498,7 @@ const ALL: &[Entry] = &[
         build: |target| {
             backward::finish::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
-        example: Some(backward_example(Number::Bf16, 128, false, 2)),
+        example: Some(backward_example(Number::Bf16, 128, Feature::Full, 2)),
     },
 ];
 

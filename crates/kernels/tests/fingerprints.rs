@@ -103,16 +103,16 @@ fn lengths(memory: &mut Memory, problem: &Problem) -> (Option<[Span; 2]>, [Optio
     (offsets, [problem.has_used_q(), problem.has_used_k()].map(|used| used.then(|| memory.span(4 * batch))))
 }
 
-fn told(launches: &[Launch]) -> String {
+fn launch_text(launches: &[Launch]) -> String {
     launches.iter().fold(String::new(), |mut all, launch| {
         writeln!(all, "{:?} {:?}", launch.grid, launch.args).unwrap();
         all
     })
 }
 
-fn forward(plan: &ForwardPlan, problem: &Problem) -> Entry {
-    let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
-    let block_table = plan.block_table_kernel(Target::HOPPER).unwrap().map(Arc::new);
+fn forward(plan: &ForwardPlan, problem: &Problem, target: Target) -> Entry {
+    let kernel = Arc::new(plan.kernel(target).unwrap());
+    let block_table = plan.block_table_kernel(target).unwrap().map(Arc::new);
     let texts = [Some(&kernel), block_table.as_ref()].into_iter().flatten().map(|kernel| text_of(kernel)).collect();
     let mut memory = Memory { end: 4096 };
     let rows = rows(&mut memory, problem);
@@ -129,13 +129,13 @@ fn forward(plan: &ForwardPlan, problem: &Problem) -> Entry {
     match plan.copies(&tensors.rows) {
         None => launches.extend(ready.launch(&tensors, MULTIPROCESSORS).unwrap()),
         Some(copies) => {
-            let copying = Copying::new(Target::HOPPER).unwrap();
+            let copying = Copying::new(target).unwrap();
             let room = memory.span(copies.bytes());
             let plan = ready.with_copies(&copies, &copying, &tensors, room, MULTIPROCESSORS).unwrap();
             launches.extend(plan.launches);
         }
     }
-    Entry { texts, launches: told(&launches) }
+    Entry { texts, launches: launch_text(&launches) }
 }
 
 fn backward(plan: &BackwardPlan, problem: &Problem, d_lse: bool) -> Entry {
@@ -171,7 +171,7 @@ fn backward(plan: &BackwardPlan, problem: &Problem, d_lse: bool) -> Entry {
             plan.with_copies((&copies, &copying, room), &kernels, &tensors, scratch, MULTIPROCESSORS)
         }
     };
-    Entry { texts, launches: told(&launches.unwrap().launches) }
+    Entry { texts, launches: launch_text(&launches.unwrap().launches) }
 }
 
 /// All entries by name.
@@ -188,7 +188,14 @@ impl Net {
         // A problem that kernels do not have is not part of the net; that it is refused is tested elsewhere.
         let Ok(plan) = ForwardPlan::new(problem, None) else { return };
         let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
-        self.add(format!("{name}: forward"), forward(&change(plan), problem));
+        self.add(format!("{name}: forward"), forward(&change(plan), problem, Target::HOPPER));
+    }
+
+    /// The kernel for GPUs without wgmma.
+    fn mma_sync(&mut self, name: &str, problem: &Problem) {
+        let Ok(plan) = ForwardPlan::mma_sync(problem, None, &ConfigTable::default()) else { return };
+        let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
+        self.add(format!("{name}: forward by mma.sync"), forward(&plan, problem, Target::AMPERE));
     }
 
     fn backward(&mut self, name: &str, problem: &Problem, d_lse: bool) {
@@ -200,6 +207,7 @@ impl Net {
 
     fn case(&mut self, name: &str, case: &Case) {
         self.forward(name, case.problem(), |plan| plan);
+        self.mma_sync(name, case.problem());
         self.backward(name, case.problem(), case.d_lse().is_some());
     }
 
@@ -225,6 +233,7 @@ impl Net {
                 let name = format!("{batch} x {len}, heads {heads:?}, dims {d} {dv}, {mask_name}");
                 self.forward(&name, &problem, |plan| plan);
                 self.forward(&format!("{name}, no lse"), &problem, ForwardPlan::without_lse);
+                self.mma_sync(&name, &problem);
                 self.backward(&name, &problem, false);
             }
             let problem = dense(8, 1, 8192, [32, 8]).head_dims(d, dv).mask(mask.clone()).build().unwrap();
@@ -240,12 +249,18 @@ impl Net {
             for config in base.neighbours(d as u32) {
                 let plan = ForwardPlan::new(&problem, None).unwrap().with_config(|_| config);
                 if plan.kernel(Target::HOPPER).is_ok() {
-                    self.add(format!("dim {d} causal config {config}: forward"), forward(&plan, &problem));
+                    self.add(
+                        format!("dim {d} causal config {config}: forward"),
+                        forward(&plan, &problem, Target::HOPPER),
+                    );
                 }
             }
             for rescale in [Rescale::Always, Rescale::Lazy(8.0)] {
                 let plan = ForwardPlan::new(&problem, Some(rescale)).unwrap();
-                self.add(format!("dim {d} causal rescale {rescale}: forward"), forward(&plan, &problem));
+                self.add(
+                    format!("dim {d} causal rescale {rescale}: forward"),
+                    forward(&plan, &problem, Target::HOPPER),
+                );
             }
             let base: BackwardConfig = ConfigTable::default().find(d as u32, 4096);
             for config in base.neighbours(d as u32) {
