@@ -23,6 +23,7 @@ mod mma;
 pub mod model;
 mod print;
 pub mod product;
+mod row_acc;
 mod row_view;
 mod sync;
 pub mod table;
@@ -40,6 +41,7 @@ pub use half::{bf16, f16};
 pub use kernel::Kernel;
 pub use mma::{AccNumber, WarpAcc};
 pub use product::{Major, Number, Swizzle, TileShape};
+pub use row_acc::RowAcc;
 pub use row_view::RowView;
 pub use sync::{
     AccumulatorChannel, BulkReducer, ClusterBroadcast, CopyRing, DoubleTile, Filling, GlobalRows, Mailbox, Numbers,

@@ -5,5 +5,7 @@ pub(crate) mod compute;
 pub mod decode;
 pub(crate) mod fold;
 pub mod forward;
+#[cfg(test)]
+mod one_row_tests;
 pub(crate) mod scoring;
 mod source;

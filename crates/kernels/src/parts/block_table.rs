@@ -59,7 +59,7 @@ pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
     let program = Program::build("attention_block_table", target, |p| {
         let TableParams { to, lists, columns } = TableParams::declare(p);
         p.builder().threads(THREADS, |w| {
-            let row = w.block();
+            let row = w.cta();
             let to = to.at_wide(row.mul_wide(columns));
             w.each(w.thread(), columns, THREADS, |w, column| to.store(w, column, 0u32));
             for (ListParams { counts, blocks, width }, is) in lists.into_iter().zip(1u32..) {

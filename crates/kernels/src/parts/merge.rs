@@ -237,9 +237,9 @@ where
                 let place = self.place(slot, row);
                 let result = self.end(w, &place, [totals.max[i], totals.sum[i]], A::is_first_of_row(w));
                 let to = place.o.at(A::first_col(w) / 2);
-                for j in 0..self.dv / A::PERIOD {
-                    let [a, b] = pair::<A>(&elements, i, j).map(&result);
-                    to.store(w, j * (A::PERIOD / 2), a.pair_with::<T>(b));
+                for (col, pair) in pairs::<A>(&elements, i, self.dv) {
+                    let [a, b] = pair.map(&result);
+                    to.store(w, col / 2, a.pair_with::<T>(b));
                 }
             });
         }
@@ -263,8 +263,8 @@ where
                     self.sums.at_wide(row.mul_wide_64(2)).store_some(w, 0, sums);
                 });
                 let to = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(A::first_col(w));
-                for j in 0..self.dv / A::PERIOD {
-                    to.store_some(w, j * A::PERIOD, pair::<A>(&elements, i, j));
+                for (col, pair) in pairs::<A>(&elements, i, self.dv) {
+                    to.store_some(w, col, pair);
                 }
             });
         }
@@ -310,8 +310,8 @@ where
     pub fn clear(&self, w: &Scope<'k, Group>, [first, end]: [Val<'k, u32>; 2], heads: Val<'k, u32>) {
         let zero = w.constant(0u32);
         let nothing = w.constant(0.0f32).pair_with::<T>(0.0);
-        let own = w.block().mul_add(128, w.thread_in_group());
-        w.each(own, (end - first) * heads, w.blocks() * 128, |w, i| {
+        let own = w.cta().mul_add(128, w.thread_in_group());
+        w.each(own, (end - first) * heads, w.ctas() * 128, |w, i| {
             let [o, lse] = self.offsets(zero, first + i / heads, i % heads);
             self.lse.at_wide(lse).store(w, 0, f32::NEG_INFINITY);
             let to = self.o.at_wide(o);
@@ -384,7 +384,15 @@ impl<'k, A: RowView<'k>> Merged<'k, A> {
     }
 }
 
-/// The two neighbouring elements of the thread's `row`-th row in the `j`-th period of columns.
-fn pair<'k, A: RowView<'k>>(elements: &[Val<'k, f32>], row: usize, j: u32) -> [Val<'k, f32>; 2] {
-    [0, 1].map(|at| elements[A::index(row, j as usize, at)])
+/// The pairs of neighbouring elements of the thread's `row`-th row, each with its column relative to the thread's first.
+fn pairs<'k, A: RowView<'k>>(
+    elements: &[Val<'k, f32>],
+    row: usize,
+    cols: u32,
+) -> impl Iterator<Item = (u32, [Val<'k, f32>; 2])> {
+    let starts = (0..cols / A::PERIOD).flat_map(|period| (0..A::RUN).step_by(2).map(move |at| (period, at)));
+    starts.map(move |(period, at)| {
+        let element = |side: u32| elements[A::index(row, period as usize, (at + side) as usize)];
+        (period * A::PERIOD + at, [0, 1].map(element))
+    })
 }

@@ -107,8 +107,8 @@ pub struct Redo<'a, 'k, A = Acc<'k>> {
     pub scale: Val<'k, f32>,
 }
 
-/// Selects the tile for which masks and modifiers are prepared.
-type Turn<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
+/// Prepares masks and modifiers for a tile.
+type Prepare<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
 
 /// The queries of a thread's rows.
 #[derive(Clone)]
@@ -171,14 +171,14 @@ where
     }
 
     /// Recomputes the tile if a sum is not finite. Masks and modifiers may already be prepared for the next tile:
-    /// `turn` prepares them for this tile and then for the next one again.
+    /// `prepare` sets them up for this tile and then for the next one again.
     pub fn run<A: RowView<'k>>(
         &self,
         w: &Scope<'k, Group>,
         redo: &Redo<'_, 'k, A>,
         o: &A,
         totals: &Totals<'k>,
-        turn: [Turn<'_, 'k>; 2],
+        prepare: [Prepare<'_, 'k>; 2],
     ) {
         // A value that is not finite spoils its column in all rows that are multiplied with it: one row of each thread tells.
         w.when_rarely(w.any(not_finite(o, 0)), |w| {
@@ -186,9 +186,9 @@ where
             let spoiled: Vec<_> = rows.map(|(i, sum)| not_finite(o, i) & sum.eq(*sum)).collect();
             let some = spoiled.into_iter().reduce(|a, b| a | b).expect("bug in fulgurite: a thread without rows");
             w.when(w.any(some), |w| {
-                turn[0](w);
+                prepare[0](w);
                 self.again(w, redo, o, totals);
-                turn[1](w);
+                prepare[1](w);
             });
         });
     }
@@ -201,11 +201,11 @@ where
             let tag = redo.lists.map(|lists| lists.block(w, redo.work, n, redo.keys));
             let start = tag.map_or(n * redo.cols, |tag| tag.key());
             // Process as many keys at a time as lanes share a row: each lane computes the score of one key.
-            w.each(0u32, redo.cols, A::LANES, |w, part| self.few_keys(w, redo, &rows, (start + part, tag), o, totals));
+            w.each(0u32, redo.cols, A::LANES, |w, part| self.add_keys(w, redo, &rows, (start + part, tag), o, totals));
         });
     }
 
-    fn few_keys<A: RowView<'k>>(
+    fn add_keys<A: RowView<'k>>(
         &self,
         w: &Scope<'k, Group>,
         redo: &Redo<'_, 'k, A>,
@@ -241,15 +241,16 @@ where
             let some: Vec<_> = p.iter().map(|p| !p.eq(HIDDEN)).collect();
             let some = some.into_iter().reduce(|a, b| a | b).expect("bug in fulgurite: a thread without rows");
             w.when(some, |w| {
-                for period in 0..o.cols() / A::PERIOD {
-                    let col = A::first_col(w) + A::PERIOD * period;
+                let starts = (0..o.cols() / A::PERIOD).flat_map(|n| (0..A::RUN).step_by(2).map(move |at| (n, at)));
+                for (period, first) in starts {
+                    let col = A::first_col(w) + (A::PERIOD * period + first);
                     let col = redo.first_column.map_or(col, |first| first + col);
                     // Columns past the end of a row are not stored: read the last ones instead.
                     let col = col.min(self.value_dim - 2);
                     let halves = value.load(w, col / 2).split();
                     for (i, &p) in p.iter().enumerate() {
                         for (half, value) in halves.into_iter().enumerate() {
-                            let at = A::index(i, period as usize, half);
+                            let at = A::index(i, period as usize, first as usize + half);
                             let x = o.elements().nth(at).expect("bug in fulgurite: counted above");
                             o.set(at, p.eq(HIDDEN).select::<f32>(x, p.mul_add(value.widen(), x)));
                         }

@@ -86,7 +86,7 @@ pub fn kernel(target: Target, direction: Direction) -> Result<Kernel, BuildError
     let program = Program::build(name, target, |p| {
         let CopyParams { strided, packed, items, dim, units, heads, rows, strides } = CopyParams::declare(p);
         p.builder().threads(THREADS, |w| {
-            let item = w.block().mul_add(THREADS, w.thread());
+            let item = w.cta().mul_add(THREADS, w.thread());
             w.when(item.lt(items), |w| {
                 let [place, unit] = units.div_rem(item);
                 let [place, head] = heads.div_rem(place);
