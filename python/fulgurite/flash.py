@@ -611,13 +611,14 @@ def _check_on_gpu(q, k_cache, v_cache, lengths, cache_rows, cu_q, max_seqlen_q, 
     queries would need a kernel of its own."""
     tensors = (q, k_cache, v_cache, cache_rows, cu_q, *options[4:6])  # slopes and sinks are among them
     plain = (max_seqlen_q, *options[:2], _window(options[2]), options[3], options[7], "mask_mod" in more)
-    key = (*((x.shape, x.dtype, x.device) if is_torch(x) else x for x in tensors), *plain)
+    key = (*((x.shape, x.stride(), x.dtype, x.device) if is_torch(x) else x for x in tensors), *plain)
     try:
-        accepted = key in _accepted
-    except TypeError:  # an option that is an array or a list
-        accepted = False
-    if not accepted:
-        _attend(q, k_cache, v_cache, lengths, cache_rows, cu_q, max_seqlen_q, options, more)
+        if key in _accepted:
+            return
+    except TypeError:  # an option that is an array or a list cannot be remembered
+        key = None
+    _attend(q, k_cache, v_cache, lengths, cache_rows, cu_q, max_seqlen_q, options, more)
+    if key is not None:
         if len(_accepted) > 4096:
             _accepted.clear()
         _accepted.add(key)
