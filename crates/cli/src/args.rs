@@ -435,6 +435,13 @@ pub struct Window {
     pub right: Option<i64>,
 }
 
+impl std::fmt::Display for Window {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [left, right] = [self.left, self.right].map(|side| side.map_or(String::new(), |keys| keys.to_string()));
+        write!(f, "{left},{right}")
+    }
+}
+
 fn window(text: &str) -> Result<Window, String> {
     let side = |text: &str| match text.trim() {
         "" => Ok(None),
@@ -480,6 +487,8 @@ pub fn one_line(error: &clap::Error, named: &[&str]) -> String {
         lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more")).collect();
     let message = message.join(" ");
     let message = message.strip_prefix("error: ").unwrap_or(&message);
+    // clap puts its suggestions on lines of their own.
+    let message = message.replace(" tip: ", "; ");
     format!("{message}; try `fulgurite{path} --help`")
 }
 

@@ -3,8 +3,8 @@
 use crate::args::CheckArgs;
 use crate::ledger::{Column, Failed, Ledger};
 use crate::variants::check as variants;
-use crate::{Failure, json, progress, say};
-use comfy_table::{CellAlignment, Table};
+use crate::{Failure, json, progress, say, terminal};
+use comfy_table::CellAlignment;
 use fulgurite::{Choice, Engine, Error, Forward, Gradients, Run, engine_with, engines};
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare;
@@ -136,12 +136,10 @@ fn results(ledger: Ledger, args: &CheckArgs, seed: u64, engines: Vec<String>) ->
 }
 
 fn text(results: &Results, args: &CheckArgs) -> String {
-    let mut table = Table::new();
-    table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
     let columns = results.engines.iter().flat_map(|engine| args.dtypes.iter().map(move |dtype| (engine, dtype.name())));
     let columns: Vec<(&String, &str)> = columns.collect();
     let titles = columns.iter().map(|(engine, dtype)| format!("{engine}\n{dtype}"));
-    table.set_header(std::iter::once("feature".to_string()).chain(titles));
+    let mut table = terminal::table(std::iter::once("feature".to_string()).chain(titles));
     for FeatureResult { feature, columns: found } in results.features.iter().filter(|row| !row.columns.is_empty()) {
         let cell = |(engine, dtype): &(&String, &str)| {
             let column = found.iter().find(|c| &c.engine == *engine && c.dtype == *dtype);

@@ -109,8 +109,16 @@ impl ExplainArgs {
         let (d, dv) = (self.head_dim, self.value_dim.unwrap_or(self.head_dim));
         let precision =
             if self.precision == Precision::Native { String::new() } else { format!(" {}", self.precision) };
+        let window = self.window.map(|window| format!("window {window}"));
+        let features = [
+            self.causal.then(|| "causal".to_owned()),
+            window,
+            self.softcap.map(|cap| format!("softcap {cap}")),
+            self.alibi.then(|| "ALiBi".to_owned()),
+        ];
+        let features: String = features.into_iter().flatten().map(|feature| format!(", {feature}")).collect();
         format!(
-            "{}{precision}, batch {batch}, {q_len} queries, {k_len} keys, heads {heads}/{kv_heads}, dims {d}/{dv}",
+            "{}{precision}, batch {batch}, {q_len} queries, {k_len} keys, heads {heads}/{kv_heads}, dims {d}/{dv}{features}",
             self.dtype
         )
     }

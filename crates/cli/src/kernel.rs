@@ -1,8 +1,8 @@
 //! `kernel`: the GPU kernels as text and as machine code, with the assembler's report.
 
 use crate::args::{KernelAssembleArgs, KernelCommand, KernelListArgs, KernelPtxArgs, KernelSassArgs, ToolArgs};
-use crate::{Failure, json, progress, say};
-use comfy_table::{CellAlignment, Table};
+use crate::{Failure, json, progress, say, terminal};
+use comfy_table::CellAlignment;
 use fulgurite::gpu::{AssembleError, Assembler, BuildError, Entry, Hints, Kernel, Report, Target, kernels};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -44,7 +44,7 @@ fn list(args: &KernelListArgs) -> Result<(), Failure> {
     if args.json {
         return json::print(&listing);
     }
-    let mut table = table(&["kernel", "computes", &listing.arch]);
+    let mut table = terminal::table(["kernel", "computes", &listing.arch]);
     for kernel in &listing.kernels {
         let here = if kernel.refused.is_some() { "no" } else { "yes" };
         table.add_row([kernel.name, kernel.summary, here]);
@@ -258,17 +258,10 @@ fn numbers(report: &Report) -> Numbers {
     }
 }
 
-fn table(titles: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
-    table.set_header(titles);
-    table
-}
-
 fn text(results: &Results) -> String {
     let titles =
         ["kernel", "registers", "spills, bytes", "stack, bytes", "shared, bytes", "barriers", "ptxas, ms", "verdict"];
-    let mut table = table(&titles);
+    let mut table = terminal::table(titles);
     for kernel in &results.kernels {
         let verdict = match (&kernel.refused, kernel.faults.is_empty()) {
             (Some(_), _) => "refused",

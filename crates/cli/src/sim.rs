@@ -2,7 +2,7 @@
 //! simulator with a GPU.
 
 use crate::args::{SimArgs, SimVsGpuArgs};
-use crate::{Failure, io, progress, say};
+use crate::{Failure, io, progress, say, terminal};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::gpu::{self, Gpu, kernels};
 use fulgurite::sim::{
@@ -98,9 +98,7 @@ fn counters(report: &Report) -> Table {
     } else {
         columns = vec![("total", &total)];
     }
-    let mut table = Table::new();
-    table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
-    table.set_header(std::iter::once("").chain(columns.iter().map(|(name, _)| *name)));
+    let mut table = terminal::table(std::iter::once("").chain(columns.iter().map(|(name, _)| *name)));
     let mut row = |name: &str, f: &dyn Fn(&fulgurite::sim::Counts) -> u64| {
         table.add_row(std::iter::once(name.to_owned()).chain(columns.iter().map(|(_, c)| f(c).to_string())));
     };

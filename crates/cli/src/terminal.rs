@@ -1,6 +1,7 @@
 //! Text on stdout, progress on stderr.
 
 use crate::failure::Failure;
+use comfy_table::{ContentArrangement, Table};
 
 /// Writes a line or several to stdout.
 pub(crate) fn say(text: &str) -> Result<(), Failure> {
@@ -11,6 +12,15 @@ pub(crate) fn say(text: &str) -> Result<(), Failure> {
         ErrorKind::BrokenPipe => Failure::Closed,
         _ => Failure::work(format_args!("cannot write to stdout: {e}")),
     })
+}
+
+/// A table with these titles, as wide as the terminal at most; without a terminal as wide as its rows.
+pub(crate) fn table<T: Into<comfy_table::Cell>>(titles: impl IntoIterator<Item = T>) -> Table {
+    let mut table = Table::new();
+    table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
+    table.set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_header(titles.into_iter().map(Into::into).collect::<Vec<comfy_table::Cell>>());
+    table
 }
 
 /// A progress bar on stderr; hidden where stderr is not a terminal.

@@ -10,7 +10,7 @@ use crate::args::BenchArgs;
 use crate::machine::{self, Machine};
 use crate::report::{html, svg};
 use crate::variants::bench as variants;
-use crate::{Failure, io, json, progress, say};
+use crate::{Failure, io, json, progress, say, terminal};
 use cell::{Pool, Spec};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::{Choice, DType, engine_with};
@@ -149,9 +149,8 @@ fn command() -> String {
 }
 
 fn table(results: &Results) -> Table {
-    let mut table = Table::new();
-    table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
-    table.set_header(["pass", "dtype", "mask", "head dim", "length", "ms", "GFLOP/s", "error", "allowed", ""]);
+    let mut table =
+        terminal::table(["pass", "dtype", "mask", "head dim", "length", "ms", "GFLOP/s", "error", "allowed", ""]);
     for cell in &results.cells {
         let worst = cell.worst();
         let shown = |value: Option<f64>| value.map_or("-".into(), |v| format!("{v:.1e}"));

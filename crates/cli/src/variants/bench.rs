@@ -4,6 +4,7 @@
 use crate::Failure;
 use crate::args::BenchArgs;
 use crate::ledger::share;
+use crate::terminal;
 use crate::variants::args::{Format, System};
 use crate::variants::check::judge_cache;
 use comfy_table::{CellAlignment, Table};
@@ -246,9 +247,8 @@ impl Setup<'_> {
 
 /// The rows as text.
 pub fn table(rows: &[Measurement]) -> Table {
-    let mut table = Table::new();
-    table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
-    table.set_header(["forward of", "dtype", "sizes", "ms", "attention ms", "faster by", "error / allowed", ""]);
+    let mut table =
+        terminal::table(["forward of", "dtype", "sizes", "ms", "attention ms", "faster by", "error / allowed", ""]);
     for row in rows {
         table.add_row([
             row.system.name().to_string(),

@@ -3,8 +3,8 @@
 use super::picture::{self, Fate, Map};
 use crate::args::ExplainArgs;
 use crate::given::float;
-use crate::{Failure, io, json, say};
-use comfy_table::{CellAlignment, Table};
+use crate::{Failure, io, json, say, terminal};
+use comfy_table::CellAlignment;
 use fulgurite::variants::{self, HeadClass, Skip, SkipOutcome, SkipProblem, TileCounts};
 use fulgurite::{Attention, Engine, Forward, Run, Tensor, attention};
 use fulgurite_core::random::Rng;
@@ -168,9 +168,8 @@ fn levels(
 }
 
 fn text(results: &Results) -> String {
-    let mut table = Table::new();
-    table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
-    table.set_header(["head", "class", "visible", "left by class", "left by proxy", "kept", "kept of visible"]);
+    let mut table =
+        terminal::table(["head", "class", "visible", "left by class", "left by proxy", "kept", "kept of visible"]);
     let mut line = |name: String, class: &str, c: Counts| {
         let share = 100.0 * c.kept as f64 / c.visible.max(1) as f64;
         let numbers = [c.visible, c.left_by_class, c.left_by_proxy, c.kept].map(|n| n.to_string());
