@@ -19,7 +19,7 @@ pub fn assembler(report: &mut Report) -> Option<PathBuf> {
             Some(path) => return Err(Trouble::fail(format!("{VARIABLE} is {}, which does not run", path.display()))),
             // CI installs the assembler: without it whole suites would pass by skipping everything.
             None => python::assembler().map_err(|trouble| match trouble {
-                Trouble::Skip(why) if std::env::var_os("CI").is_some() => Trouble::Fail(why),
+                Trouble::Skip(why) if is_ci(std::env::var("CI").ok().as_deref()) => Trouble::Fail(why),
                 trouble => trouble,
             })?,
         };
@@ -28,6 +28,11 @@ pub fn assembler(report: &mut Report) -> Option<PathBuf> {
         Ok(())
     });
     found
+}
+
+/// Whether the variable `CI` says that this is a CI service.
+fn is_ci(variable: Option<&str>) -> bool {
+    !matches!(variable, None | Some("" | "0" | "false"))
 }
 
 /// A command of cargo whose tests know where the assembler is.
@@ -74,7 +79,13 @@ pub fn fingerprints(options: &Fingerprints<'_>) -> Result<(), Trouble> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Fingerprints, parse};
+    use super::{Fingerprints, is_ci, parse};
+
+    #[test]
+    fn a_ci_service_is_known_by_its_variable() {
+        assert!(is_ci(Some("true")) && is_ci(Some("1")));
+        assert!(!is_ci(None) && !is_ci(Some("")) && !is_ci(Some("false")) && !is_ci(Some("0")));
+    }
 
     #[test]
     fn arguments() {

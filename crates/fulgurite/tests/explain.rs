@@ -5,6 +5,7 @@ use fulgurite::{Choice, DType, Exp, Int8Attention, Mask, Precision, Problem, Pro
 use fulgurite_core::BlockSpec;
 use fulgurite_core::cases;
 use fulgurite_core::random::Rng;
+use fulgurite_kernels::attention::forward::plan::{ConfigTable, TileConfig};
 
 fn pick<T: Clone>(rng: &mut Rng, from: &[T]) -> T {
     from[rng.range(0..from.len())].clone()
@@ -98,4 +99,48 @@ fn any_problem_is_planned_or_refused() {
     let wide = Problem::builder().heads(1 << 20, 1).head_dim(64).dtype(DType::Bf16);
     assert!(gpu::explain(&wide, [1, 300, 300], &tables).unwrap().bound_seconds.is_finite());
     assert!(planned >= 4 && refused >= 40, "{planned} planned, {refused} refused");
+}
+
+/// A configuration whose numbers are replaced by any others, if its text is one.
+fn altered<T: TileConfig>(rng: &mut Rng, config: T) -> Option<T> {
+    let numbers = ["0", "1", "3", "8", "48", "64", "80", "128", "240", "100000", "4294967295"];
+    let number = |rng: &mut Rng, text: &str| match text.parse::<u32>() {
+        Ok(_) if rng.range(0..3) == 0 => pick(rng, &numbers).to_owned(),
+        _ => text.to_owned(),
+    };
+    let entry = |rng: &mut Rng, entry: &str| match entry.split_once('=') {
+        Some((name, value)) => {
+            let values: Vec<String> = value.split(',').map(|value| number(rng, value)).collect();
+            format!("{name}={}", values.join(","))
+        }
+        None => entry.to_owned(),
+    };
+    let text = config.to_string();
+    let entries: Vec<String> = text.split(' ').map(|part| entry(rng, part)).collect();
+    entries.join(" ").parse().ok()
+}
+
+/// Profiles are files that people edit: every configuration in one is planned or refused.
+#[test]
+fn any_configuration_of_a_profile_is_planned_or_refused() {
+    let mut rng = Rng::new(36);
+    let [mut planned, mut refused] = [0; 2];
+    for _ in 0..150 {
+        let dim = pick(&mut rng, &[64, 128, 256]);
+        let problem = Problem::builder().heads(2, 1).head_dim(dim).dtype(DType::Bf16).mask(Mask::causal());
+        let tables = gpu::Tables::default();
+        let (forward, backward) = (tables.forward.find(dim as u32, 300), tables.backward.find(dim as u32, 300));
+        let (Some(forward), Some(backward)) = (altered(&mut rng, forward), altered(&mut rng, backward)) else {
+            continue;
+        };
+        let tables = gpu::Tables { forward: ConfigTable::of(forward), backward: ConfigTable::of(backward) };
+        let sizes = [1, 65, 130];
+        for found in [gpu::explain(&problem, sizes, &tables), gpu::explain_backward(&problem, sizes, &tables)] {
+            match found {
+                Ok(explained) => planned += usize::from(explained.bound_seconds.is_finite()),
+                Err(e) => refused += usize::from(!e.to_string().is_empty()),
+            }
+        }
+    }
+    assert!(planned >= 10 && refused >= 10, "{planned} planned, {refused} refused");
 }
