@@ -190,7 +190,7 @@ impl Work<'_> {
         let cx = self.cx;
         let keys = self.keys(item, item.number);
         let (n, lanes) = (keys.len(), cx.kernels.tile);
-        let room = cx.unit.room(cx);
+        let room = cx.unit.buffer_sizes(cx);
         let sizes = [
             n.next_multiple_of(GROUP) * room.key,
             n * cx.d_pad,

@@ -150,7 +150,7 @@ fn walk(
     mut end: impl FnMut(&mut QueryTile<'_>, &mut [f32]),
 ) -> Counters {
     let tile = cx.kernels.tile;
-    let (room, block_keys) = (cx.unit.room(cx), cx.unit.block(cx));
+    let (room, block_keys) = (cx.unit.buffer_sizes(cx), cx.unit.block(cx));
     // Scratch for one tile: rows and columns of Q, later rows of O.
     let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
     let sizes = [room.values, room.weights, block_keys * tile, scratch];

@@ -4,7 +4,7 @@ use crate::memory::{Arena, Kept, ask, bytes_of};
 use crate::pool;
 use crate::simd::{BYTES, GROUP, Hold, Int8Kernels, Integers, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
-use crate::unit::{Keys, Operands, Products, Room, Scratch, Unit};
+use crate::unit::{BufferSizes, Keys, Operands, Products, Scratch, Unit};
 use fulgurite_core::format::Granularity;
 use fulgurite_core::precision::INT8_LARGEST;
 use fulgurite_core::{Bound, Data, Int8Attention, Problem, RowLayout, Sequence, Side, TensorView};
@@ -272,12 +272,12 @@ impl Unit for Int8Unit {
     fn block(&self, _: &Context<'_>) -> usize {
         self.block
     }
-    fn room(&self, cx: &Context<'_>) -> Room {
+    fn buffer_sizes(&self, cx: &Context<'_>) -> BufferSizes {
         let lanes = cx.kernels.tile / GROUP;
         let weights = lanes * self.block / BYTES * SLOTS;
         // Integers of P V, a few columns at a time, after the weights.
         let sums = COLUMNS * GROUP * cx.kernels.tile;
-        Room {
+        BufferSizes {
             queries: lanes * self.d * SLOTS + 2 * MAX_LANES,
             key: 0,
             values: 0,

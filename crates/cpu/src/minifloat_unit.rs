@@ -4,7 +4,7 @@
 use crate::memory::{Arena, halves_of};
 use crate::simd::{Hold, Kernels, SoftmaxArgs, SoftmaxStats, Source};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
-use crate::unit::{Keys, Operands, Packer, Products, QueryRows, Room, Scratch, Unit, source};
+use crate::unit::{BufferSizes, Keys, Operands, Packer, Products, QueryRows, Scratch, Unit, source};
 use fulgurite_core::format::{GroupFormat, Grouped};
 use fulgurite_core::{DType, Data, TensorView, bf16, f16};
 
@@ -155,9 +155,9 @@ impl Unit for Expanded<'_> {
     fn block(&self, cx: &Context<'_>) -> usize {
         self.inner.block(cx)
     }
-    fn room(&self, cx: &Context<'_>) -> Room {
-        let (room, block) = (self.inner.room(cx), self.inner.block(cx));
-        Room {
+    fn buffer_sizes(&self, cx: &Context<'_>) -> BufferSizes {
+        let (room, block) = (self.inner.buffer_sizes(cx), self.inner.block(cx));
+        BufferSizes {
             key: room.key + Self::space(cx.d_pad),
             values: Arena::room(room.values) + block * Self::space(cx.dv_pad),
             ..room
@@ -196,7 +196,7 @@ impl Unit for Expanded<'_> {
         self.inner.queries_from(cx, &from, stride, rows, out);
     }
     fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
-        let room = self.inner.room(cx);
+        let room = self.inner.buffer_sizes(cx);
         let (k, k_space) = k.split_at_mut(self.inner.block(cx) * room.key);
         let (v, v_space) = v.split_at_mut(Arena::room(room.values));
         let (k_rows, v_rows) = (self.key_rows(cx, keys, k_space), self.value_rows(cx, keys, v_space));

@@ -251,7 +251,7 @@ impl SkipTile<'_> {
 /// in the cache while they use it. Every tile meets its keys in the order of the problem.
 fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done: &dyn Fn(usize, Found)) {
     let sequence = &cx.bound.sequences()[item.sequence];
-    let (room, block, lanes) = (cx.unit.room(cx), cx.unit.block(cx), cx.kernels.tile);
+    let (room, block, lanes) = (cx.unit.buffer_sizes(cx), cx.unit.block(cx), cx.kernels.tile);
     let [rows, cols] = skip.problem().skip().tile;
     let subs = rows.div_ceil(lanes);
     let scratch = Arena::room(lanes * cx.d_pad) + lanes * cx.d_pad.max(cx.dv_pad);

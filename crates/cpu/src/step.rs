@@ -120,8 +120,8 @@ impl Step {
 
     /// Like `segments`, for a unit that fills two groups of lanes at a time. If vectors see different keys, each pair
     /// of vectors has its own rectangles over all its keys, and no rectangle is split for a neighbour. With
-    /// [`Cover::Pair`], both vectors of a pair get what one of them sees.
-    pub fn paired_segments(&self, grain: usize, cover: Cover) -> impl Iterator<Item = Segment> + use<> {
+    /// [`Coverage::Pair`], both vectors of a pair get what one of them sees.
+    pub fn paired_segments(&self, grain: usize, coverage: Coverage) -> impl Iterator<Item = Segment> + use<> {
         const NONE: Segment = Segment { keys: (0, 0), vectors: (0, 0) };
         let ranges = self.rounded(grain);
         let mut found = [NONE; 3 * MAX_VECTORS / 2];
@@ -144,7 +144,7 @@ impl Step {
                 if !meet {
                     push((a, b), (z, z + 1));
                     push((c, d), (z + 1, z + 2));
-                } else if cover == Cover::Pair {
+                } else if coverage == Coverage::Pair {
                     push((a.min(c), b.max(d)), (z, z + 2));
                 } else {
                     let alone = |first: bool| if first { (z, z + 1) } else { (z + 1, z + 2) };
@@ -170,9 +170,9 @@ pub(crate) fn in_pairs(ranges: Ranges, whole: bool) -> impl Iterator<Item = Rang
     (0..MAX_VECTORS).step_by(size).map(own).filter(|own: &Ranges| own.iter().any(|(a, b)| a < b))
 }
 
-/// The keys that [`Step::paired_segments`] cover.
+/// The keys that [`Step::paired_segments`] covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Cover {
+pub(crate) enum Coverage {
     /// The keys that each vector sees.
     Seen,
     /// The keys that either vector of the pair sees; scores beyond a vector's own keys must not be read.
@@ -216,8 +216,8 @@ mod tests {
                     }
                 };
                 check(&mut step(ranges).segments(grain), false);
-                check(&mut step(ranges).paired_segments(grain, Cover::Seen), false);
-                check(&mut step(ranges).paired_segments(grain, Cover::Pair), true);
+                check(&mut step(ranges).paired_segments(grain, Coverage::Seen), false);
+                check(&mut step(ranges).paired_segments(grain, Coverage::Pair), true);
             }
         }
     }

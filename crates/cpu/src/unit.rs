@@ -8,13 +8,13 @@ use crate::simd::{
     Ahead, BlockPosition, DEPTH, GROUP, Hold, Kernels, LaneProbe, Matrix, MatrixKernels, MatrixMut, Panels, Pipelined,
     PipelinedBlock, PipelinedTile, Policy, RowsAt, SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Square, Sum, parts,
 };
-use crate::step::{Cover, Step};
+use crate::step::{Coverage, Step};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use fulgurite_core::{DType, Data, Sequence, TensorView};
 use std::ops::Range;
 
 /// Workspace sizes of a unit, in f32 elements.
-pub(crate) struct Room {
+pub(crate) struct BufferSizes {
     /// Packed queries of a tile.
     pub queries: usize,
     /// One packed key. Blocks of keys start at multiples of [`GROUP`] and have space for whole groups.
@@ -40,7 +40,7 @@ pub(crate) struct Products<'a> {
     pub ahead: &'a mut Ahead,
 }
 
-/// Memory for `output`, of the sizes in [`Room`].
+/// Memory for `output`, of the sizes in [`BufferSizes`].
 pub(crate) struct Scratch<'a> {
     pub values: &'a mut [f32],
     pub weights: &'a mut [f32],
@@ -84,12 +84,12 @@ pub(crate) trait Unit: Sync {
     fn hold(&self) -> Option<Hold>;
     /// Keys per block. It determines the order of sums, so it depends only on the problem's dimensions and type.
     fn block(&self, cx: &Context<'_>) -> usize;
-    fn room(&self, cx: &Context<'_>) -> Room;
+    fn buffer_sizes(&self, cx: &Context<'_>) -> BufferSizes;
     /// The factor that converts a score to natural units.
     fn score_scale(&self, cx: &Context<'_>) -> f32;
     /// Packs the queries of a tile; `rows` is scratch for one tile.
     fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]);
-    /// Packs a block of keys and values into buffers of the sizes in [`Room`].
+    /// Packs a block of keys and values into buffers of the sizes in [`BufferSizes`].
     fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffers: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2];
     /// Computes S = K Q^T in the parts that the step needs.
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
@@ -173,9 +173,9 @@ impl Unit for Vectors {
     fn block(&self, cx: &Context<'_>) -> usize {
         cx.block.unwrap_or(Self::BLOCK)
     }
-    fn room(&self, cx: &Context<'_>) -> Room {
+    fn buffer_sizes(&self, cx: &Context<'_>) -> BufferSizes {
         let values = self.block(cx) * cx.dv_pad;
-        Room { queries: cx.kernels.tile * cx.d_pad, key: cx.d_pad, values, weights: 0 }
+        BufferSizes { queries: cx.kernels.tile * cx.d_pad, key: cx.d_pad, values, weights: 0 }
     }
     fn score_scale(&self, _: &Context<'_>) -> f32 {
         1.0
@@ -264,10 +264,10 @@ impl Unit for MatrixKernels {
     fn block(&self, cx: &Context<'_>) -> usize {
         cx.block.unwrap_or(128)
     }
-    fn room(&self, cx: &Context<'_>) -> Room {
+    fn buffer_sizes(&self, cx: &Context<'_>) -> BufferSizes {
         let Sizes { parts, weight_parts, block, d, dv } = Sizes::new(self, cx);
         let lanes = cx.kernels.tile / GROUP;
-        Room {
+        BufferSizes {
             queries: Panels::room(lanes, d, parts),
             key: Panels::room(1, d, parts) / GROUP,
             values: Panels::room(dv, block, parts),
@@ -286,7 +286,7 @@ impl Unit for MatrixKernels {
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;
         let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        for seg in step.paired_segments(GROUP, Cover::Pair) {
+        for seg in step.paired_segments(GROUP, Coverage::Pair) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
             let k = Panels::new(k.rows.at(key, 0).data, d, parts);
             let q = Panels::new(q, d, parts).at(lane / GROUP, 0);
@@ -357,7 +357,7 @@ impl Unit for MatrixKernels {
             let (a, b) = step.ranges[z];
             self.pack_lanes(&p[z * GROUP..], stride, [a, b.max(a)], to, weight_parts);
         }
-        for seg in step.paired_segments(DEPTH, Cover::Seen) {
+        for seg in step.paired_segments(DEPTH, Coverage::Seen) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
             let v = Panels::new(v.rows.data, block, parts).at(0, key / DEPTH);
             let p = Panels::new(packed, block, weight_parts).at(lane / GROUP, key / DEPTH);

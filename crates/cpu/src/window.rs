@@ -84,11 +84,12 @@ pub(crate) fn walk(
         Context { block, expressions: cx.expressions.clone(), ..*cx }
     };
     let (near, far) = (with(&spans.window), with(&spans.sinks));
-    let (rooms, blocks) = ([near.unit.room(&near), far.unit.room(&far)], [&near, &far].map(|cx| cx.unit.block(cx)));
+    let (rooms, blocks) =
+        ([near.unit.buffer_sizes(&near), far.unit.buffer_sizes(&far)], [&near, &far].map(|cx| cx.unit.block(cx)));
     let tile = cx.kernels.tile;
     let longest = blocks[0].max(blocks[1]);
     let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
-    let most = |of: fn(&crate::unit::Room) -> usize| of(&rooms[0]).max(of(&rooms[1]));
+    let most = |of: fn(&crate::unit::BufferSizes) -> usize| of(&rooms[0]).max(of(&rooms[1]));
     let sizes = [
         blocks[0] * rooms[0].key,
         rooms[0].values,

@@ -33,8 +33,8 @@ fn copy_kernel(target: Target) -> Result<Kernel, BuildError> {
         let (from, to) = (k.pointer::<u32>("from"), k.pointer::<u32>("to"));
         let units = k.param::<u32>("units");
         k.threads(THREADS, |w| {
-            let start = w.block().mul_add(THREADS * PARTS, w.thread());
-            w.each(start, units, w.blocks() * (THREADS * PARTS), |w, i| {
+            let start = w.cta().mul_add(THREADS * PARTS, w.thread());
+            w.each(start, units, w.ctas() * (THREADS * PARTS), |w, i| {
                 let parts: Vec<_> = (0..PARTS).map(|j| from.load_some::<_, 4>(w, (i + j * THREADS) * 4)).collect();
                 parts.into_iter().enumerate().for_each(|(j, x)| to.store_some(w, (i + j as u32 * THREADS) * 4, x));
             });

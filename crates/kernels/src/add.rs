@@ -46,7 +46,7 @@ fn program(target: Target) -> Result<Program<Call>, BuildError> {
         let z = p.pointer::<f32>("z", |call| call.output.span);
         let n = p.u32("n", |call| call.output.size(0));
         p.builder().threads(THREADS, |w| {
-            let i = w.block().mul_add(THREADS, w.thread());
+            let i = w.cta().mul_add(THREADS, w.thread());
             w.when(i.lt(n), |w| z.store(w, i, x.load(w, i) + y.load(w, i)));
         });
     })

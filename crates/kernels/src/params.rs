@@ -17,7 +17,7 @@
 //!     let x = p.pointer::<f32>("x", |call| call.x);
 //!     let count = p.u32("count", |call| call.count);
 //!     p.builder().threads(128, |w| {
-//!         let i = w.block().mul_add(128, w.thread());
+//!         let i = w.cta().mul_add(128, w.thread());
 //!         w.when(i.lt(count), |w| x.store(w, i, -x.load(w, i)));
 //!     });
 //! })?;

@@ -47,7 +47,7 @@ where
         let operands = k.pipe("operands", 1, &[shape, shape]);
         k.role("load", Warpgroups(1), |w| {
             w.one_thread(|t| {
-                let at = [t.constant(0u32), t.block() * SIZE];
+                let at = [t.constant(0u32), t.cta() * SIZE];
                 operands.put(t, |t, stage| {
                     stage.load(t, stage.tile(0), &a, &at);
                     stage.load(t, stage.tile(1), &b, &at);
@@ -56,7 +56,7 @@ where
         });
         k.role("multiply", Warpgroups(1), |w| {
             let acc = w.accumulators(SIZE);
-            let first = (w.block() * SIZE + w.first_row()).mul_add(SIZE, w.first_col());
+            let first = (w.cta() * SIZE + w.first_row()).mul_add(SIZE, w.first_col());
             let place = |i: usize| first + (8 * Acc::row_of(i) as u32 * SIZE + Acc::col_of(i));
             for i in 0..acc.elements().count() {
                 acc.set(i, c.load(w, place(i)));

@@ -47,7 +47,7 @@ fn build(p: &Params<'_, Call>) {
     let rows = p.u32("rows", |call| call.inputs[0].size(0));
     let cols = p.u32("cols", |call| call.inputs[0].size(1));
     p.builder().threads(THREADS, |w| {
-        let row = w.block().mul_add(ROWS, w.thread() / 32);
+        let row = w.cta().mul_add(ROWS, w.thread() / 32);
         // A warp without a row adds nothing: shuffles need all lanes, so it may not skip the reduction.
         let end = row.lt(rows).select(cols, 0);
         let start = row.mul_wide(cols);

@@ -51,7 +51,7 @@ fn build<'k>(p: &Params<'k, Call>, exp: Exp) {
     let stride = p.u32("stride", |call| call.output.size(1));
     let partial = k.shared::<f32>("partial", 2 * WARPS);
     k.threads(THREADS, |w| {
-        let start = w.block().mul_wide(stride);
+        let start = w.cta().mul_wide(stride);
         let (x, y) = (x.at_wide(start), y.at_wide(start));
 
         let m = w.var(f32::NEG_INFINITY);

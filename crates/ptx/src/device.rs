@@ -292,7 +292,7 @@ pub enum LaunchError {
     },
     /// A grid that exceeds the limits or splits a cluster.
     #[error(
-        "kernel `{kernel}`: a grid of {got:?} blocks, allowed: 1 to {most:?}, the first a multiple of the cluster of {cluster}"
+        "kernel `{kernel}`: a grid of {got:?} CTAs, allowed: 1 to {most:?}, the first a multiple of the cluster of {cluster}"
     )]
     Grid {
         /// Name of the kernel.
@@ -306,7 +306,7 @@ pub enum LaunchError {
     },
 }
 
-const MOST_BLOCKS: [u32; 3] = [i32::MAX as u32, 65535, 65535];
+const MOST_CTAS: [u32; 3] = [i32::MAX as u32, 65535, 65535];
 
 /// Checks that a kernel can be launched with this grid and these arguments.
 pub fn check_launch(kernel: &Kernel, grid: [u32; 3], args: &[Value]) -> Result<(), LaunchError> {
@@ -314,9 +314,9 @@ pub fn check_launch(kernel: &Kernel, grid: [u32; 3], args: &[Value]) -> Result<(
     if args.len() != kernel.params.len() {
         return Err(LaunchError::Count { kernel: name(), want: kernel.params.len(), got: args.len() });
     }
-    let inside = grid.iter().zip(MOST_BLOCKS).all(|(&n, most)| (1..=most).contains(&n));
+    let inside = grid.iter().zip(MOST_CTAS).all(|(&n, most)| (1..=most).contains(&n));
     if !inside || !grid[0].is_multiple_of(kernel.cluster) {
-        return Err(LaunchError::Grid { kernel: name(), got: grid, most: MOST_BLOCKS, cluster: kernel.cluster });
+        return Err(LaunchError::Grid { kernel: name(), got: grid, most: MOST_CTAS, cluster: kernel.cluster });
     }
     for (param, value) in kernel.params.iter().zip(args) {
         let aligned = |address: u64, align: u64| {

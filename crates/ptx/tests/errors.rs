@@ -281,9 +281,9 @@ fn divergence() {
     let fine = Kernel::build("k", Target::HOPPER, |k| {
         let (n, x) = (k.param::<u32>("n"), k.pointer::<u32>("x"));
         k.threads(32, |w| {
-            w.when(n.lt(w.block()), |w| w.sync_warp());
+            w.when(n.lt(w.cta()), |w| w.sync_warp());
             w.when(w.any(w.lane().eq(3)), |w| w.sync_warp());
-            w.when(x.load(w, w.block()).eq(0), |w| w.sync_warp());
+            w.when(x.load(w, w.cta()).eq(0), |w| w.sync_warp());
         });
     });
     assert!(fine.is_ok(), "{fine:?}");

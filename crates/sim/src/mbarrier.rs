@@ -225,11 +225,11 @@ impl World<'_> {
             return None;
         }
         let bar = cluster.blocks[at.rank].bars.get_mut(&at.offset)?;
-        let told = (bar.comp, bar.phase + 1);
+        let completed = (bar.comp, bar.phase + 1);
         bar.bytes = bar.bytes.saturating_sub(i64::from(bytes)).max(-MOST);
         bar.latest = bar.latest.max(user.now);
         self.settle(cluster, at, user);
-        Some(told)
+        Some(completed)
     }
 
     /// The current phase of an mbarrier.
@@ -258,8 +258,8 @@ impl World<'_> {
         }
         bar.phase += 1;
         bar.pending = bar.count;
-        let told = std::mem::replace(&mut bar.current, Clock::new(id));
-        Rc::make_mut(&mut bar.past).join(&told);
+        let completed = std::mem::replace(&mut bar.current, Clock::new(id));
+        Rc::make_mut(&mut bar.past).join(&completed);
         let (phase, latest) = (bar.phase, bar.latest);
         let missed =
             bar.waiters.iter().position(|&(_, wanted)| wanted + 2 <= phase).map(|i| bar.waiters.swap_remove(i));

@@ -174,12 +174,12 @@ impl View<'_, '_> {
 
     /// Acquires the knowledge released at an address, before a read.
     fn acquire(&mut self, address: u64, order: Order) {
-        let Some(told) = self.world.words.get(&address) else { return };
+        let Some(released) = self.world.words.get(&address) else { return };
         match order {
-            Order::Acquire(_) | Order::AcquireRelease(_) => self.warp.clock.join(told),
+            Order::Acquire(_) | Order::AcquireRelease(_) => self.warp.clock.join(released),
             Order::Relaxed(_) | Order::Release(_) => {
                 let cluster = self.cluster.id;
-                self.warp.seen.get_or_insert_with(|| crate::clock::Clock::new(cluster)).join(told);
+                self.warp.seen.get_or_insert_with(|| crate::clock::Clock::new(cluster)).join(released);
             }
             Order::Weak => {}
         }
@@ -187,15 +187,17 @@ impl View<'_, '_> {
 
     /// Releases knowledge at an address, after a write. An atomic update continues the earlier release sequence.
     fn release(&mut self, address: u64, order: Order, goes_on: bool) {
-        let told = match order {
+        let released = match order {
             Order::Weak => return,
             Order::Release(_) | Order::AcquireRelease(_) => Some(self.warp.clock.clone()),
             Order::Relaxed(_) | Order::Acquire(_) => self.warp.released.clone(),
         };
-        match (told, goes_on) {
-            (Some(told), true) => self.world.words.entry(address).or_insert_with(|| told.clone()).join(&told),
-            (Some(told), false) => {
-                self.world.words.insert(address, told);
+        match (released, goes_on) {
+            (Some(released), true) => {
+                self.world.words.entry(address).or_insert_with(|| released.clone()).join(&released)
+            }
+            (Some(released), false) => {
+                self.world.words.insert(address, released);
             }
             (None, true) => {}
             (None, false) => {

@@ -289,8 +289,8 @@ fn exact_sums(rows: &[[f32; 32]], seed: u64) -> Vec<f32> {
     let add = Kernel::build("terms", Target::HOPPER, |k| {
         let (terms, words, to) = (k.pointer::<f32>("terms"), k.pointer::<u64>("words"), k.pointer::<f32>("to"));
         k.threads(32, |w| {
-            let x = terms.load(w, w.block() * 32 + w.thread());
-            exact::add(w, words, to, w.block().to_u64(), x);
+            let x = terms.load(w, w.cta() * 32 + w.thread());
+            exact::add(w, words, to, w.cta().to_u64(), x);
         });
     });
     let count = rows.len();

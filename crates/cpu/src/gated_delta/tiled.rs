@@ -169,7 +169,7 @@ impl<'w> Tiled<'w> {
             self.delta.pack_keys(&from, eps, to);
         };
         pack(cx.bound.k(), self.k);
-        self.delta.turn_keys(self.k, cx.kd, self.k_columns, self.k_rows);
+        self.delta.transpose_keys(self.k, cx.kd, self.k_columns, self.k_rows);
         if outputs {
             pack(cx.bound.q(), self.q);
         }

@@ -108,7 +108,7 @@ struct Space<'w, 'm> {
 
 impl<'a> Walk<'a> {
     fn new(cx: &'a Context<'a>, rx: &'a Context<'a>, policy: Policy, last_key: usize) -> Self {
-        let (room, block) = (cx.unit.room(cx), cx.unit.block(cx));
+        let (room, block) = (cx.unit.buffer_sizes(cx), cx.unit.block(cx));
         let (blocks, bf16) = (last_key.div_ceil(block), cx.problem.dtype() == DType::Bf16);
         let kept = if bf16 { blocks } else { blocks.min(1) };
         let unit = cx.kernels.matrix_for(cx.problem.dtype());
@@ -118,7 +118,7 @@ impl<'a> Walk<'a> {
 
     /// Sizes of: packed keys and values, S, U, queries, probes, O, rows, scratch of values, packed weights, packed U.
     fn sizes(&self) -> [usize; 11] {
-        let (cx, tile, room) = (self.cx, self.cx.kernels.tile, self.cx.unit.room(self.cx));
+        let (cx, tile, room) = (self.cx, self.cx.kernels.tile, self.cx.unit.buffer_sizes(self.cx));
         let scores = self.blocks * self.block * tile;
         let rows = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
         let weights = self.kept * self.weights;
@@ -309,7 +309,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     let sequence = &cx.bound.sequences()[tiles[0].sequence];
     let last = tiles.iter().map(|t| cx.lanes(t).reach().1).max().unwrap_or(0);
     let walk = Walk::new(cx, rx, policy, last);
-    let (room, block, sizes) = (cx.unit.room(cx), walk.block, walk.sizes());
+    let (room, block, sizes) = (cx.unit.buffer_sizes(cx), walk.block, walk.sizes());
     with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
         let mut arena = Arena::new(workspace);
         let [k, v, s, u, q, r, o, rows, values, weights, probes] = sizes.map(|n| arena.take(n));

@@ -25,7 +25,7 @@ const fn table<T: DeltaElement, const KEYS: usize, const STATE: usize, const INV
         dtype,
         parts: DeltaParts { keys: KEYS, state: STATE, inverse: INVERSE, weights: WEIGHTS },
         keys: keys::<T, KEYS>,
-        turn: turn::<KEYS>,
+        transpose: transpose::<KEYS>,
         gates: gates::<INVERSE, WEIGHTS>,
         fade: fade::<STATE>,
         residual: residual::<T, STATE>,
@@ -257,7 +257,13 @@ unsafe fn keys_in<T: DeltaElement, const PARTS: usize, const FULL: bool>(
 /// # Safety
 /// AVX-512 is present; the extents are checked by the table.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn turn<const PARTS: usize>(src: *const f32, depth: usize, groups: usize, columns: *mut f32, rows: *mut f32) {
+unsafe fn transpose<const PARTS: usize>(
+    src: *const f32,
+    depth: usize,
+    groups: usize,
+    columns: *mut f32,
+    rows: *mut f32,
+) {
     // SAFETY: inside the extents.
     unsafe {
         for at in (0..TOKENS / GROUP * depth * PARTS).map(|i| i * SLOTS) {

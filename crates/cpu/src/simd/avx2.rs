@@ -1,7 +1,7 @@
 //! 256-bit vectors with fused multiply-add: 8 lanes, 16 registers. A tile is 16 queries wide.
 
 use super::Simd;
-use super::define::define_kernels;
+use super::instantiate::define_kernels;
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]

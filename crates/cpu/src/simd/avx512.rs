@@ -2,7 +2,7 @@
 //! operands and hide the latency of every fused multiply-add.
 
 use super::Simd;
-use super::define::define_kernels;
+use super::instantiate::define_kernels;
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]

@@ -66,7 +66,7 @@ pub(crate) struct DeltaValues<'a> {
 }
 
 pub(super) type Keys = unsafe fn(*const u8, usize, [usize; 2], Option<f32>, *mut f32, usize);
-pub(super) type Turn = unsafe fn(*const f32, usize, usize, *mut f32, *mut f32);
+pub(super) type Transpose = unsafe fn(*const f32, usize, usize, *mut f32, *mut f32);
 pub(super) type Gates = unsafe fn(&mut DeltaGates<'_>);
 pub(super) type Fade = unsafe fn(*mut f32, usize, usize, usize, Range<usize>, f32, *mut f32);
 pub(super) type Residual = unsafe fn(*const u8, usize, [usize; 2], [*const f32; 2], *const f32, usize, *mut f32);
@@ -78,7 +78,7 @@ pub(crate) struct DeltaKernels {
     pub dtype: DType,
     pub parts: DeltaParts,
     pub(super) keys: Keys,
-    pub(super) turn: Turn,
+    pub(super) transpose: Transpose,
     pub(super) gates: Gates,
     pub(super) fade: Fade,
     pub(super) residual: Residual,
@@ -111,13 +111,13 @@ impl DeltaKernels {
     }
 
     /// Packed keys of dimension `d` as columns of B (summed over it), and as rows of A (summed over the tokens).
-    pub fn turn_keys(&self, from: &[f32], d: usize, columns: &mut [f32], rows: &mut [f32]) {
+    pub fn transpose_keys(&self, from: &[f32], d: usize, columns: &mut [f32], rows: &mut [f32]) {
         let (depth, groups) = (d.div_ceil(DEPTH), d.div_ceil(GROUP));
         let room = Panels::room(TOKENS / GROUP, depth, self.parts.keys);
         assert!(from.len() >= room && columns.len() >= room, "panels too small");
         assert!(rows.len() >= Panels::room(groups, TOKENS / DEPTH, self.parts.keys), "panels too small");
         // SAFETY: the machine has the unit, and the extents were just checked.
-        unsafe { (self.turn)(from.as_ptr(), depth, groups, columns.as_mut_ptr(), rows.as_mut_ptr()) };
+        unsafe { (self.transpose)(from.as_ptr(), depth, groups, columns.as_mut_ptr(), rows.as_mut_ptr()) };
     }
 
     /// Everything that decays and products of keys make before values are seen.

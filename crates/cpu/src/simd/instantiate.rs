@@ -8,7 +8,7 @@ macro_rules! define_kernels {
         pub(super) const TABLE: super::Kernels = {
             use crate::simd::algorithms as alg;
             use crate::simd::Prefetch;
-            use crate::simd::algorithms::{FewRows, SimdElement};
+            use crate::simd::algorithms::{RowSets, SimdElement};
             use half::{bf16, f16};
 
             #[inline(always)]
@@ -91,7 +91,7 @@ macro_rules! define_kernels {
             /// Rows four at a time (else one by one, or one of each pair), and as many keys as one transpose can take.
             $(#[$feature])?
             unsafe fn dots<T: SimdElement>(
-                rows: FewRows, [stride, ldq]: [usize; 2], k: *const T, row: usize, [n, keys, d]: [usize; 3], mut prefetch: Prefetch,
+                rows: RowSets, [stride, ldq]: [usize; 2], k: *const T, row: usize, [n, keys, d]: [usize; 3], mut prefetch: Prefetch,
             ) {
                 const BY_FOUR: usize = $simd::LANES / 4;
                 const BY_ONE: usize = $simd::LANES;
@@ -138,7 +138,7 @@ macro_rules! define_kernels {
             /// Rows four at a time, columns four vectors at a time, the last columns one by one.
             $(#[$feature])?
             unsafe fn combine<T: SimdElement>(
-                rows: FewRows, [stride, ldo]: [usize; 2], v: *const T, row: usize, [n, keys, d]: [usize; 3], mut prefetch: Prefetch,
+                rows: RowSets, [stride, ldo]: [usize; 2], v: *const T, row: usize, [n, keys, d]: [usize; 3], mut prefetch: Prefetch,
             ) {
                 let both = if rows.both { 2 } else { 1 };
                 let mut r = 0;
@@ -259,7 +259,7 @@ macro_rules! define_kernels {
                 hide,
                 finish,
                 lane_dots,
-                folds: super::folds::define_folds!($simd, [$($feature)?]),
+                best_keys: super::best_keys::define_best_keys!($simd, [$($feature)?]),
                 bands: super::band::define_bands!($simd, [$($feature)?], [$(($vectors, $rows)),*]),
                 stage,
                 round_weights,

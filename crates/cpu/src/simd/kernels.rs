@@ -1,7 +1,7 @@
 //! The table of entry points of an instruction set, and its safe interface.
 
 use super::MatrixKernels;
-use super::algorithms::{Ahead, FewRows, GradArgs, LaneProbe, Plane, SoftmaxArgs, SoftmaxStats, Stage, paired};
+use super::algorithms::{Ahead, GradArgs, LaneProbe, Plane, RowSets, SoftmaxArgs, SoftmaxStats, Stage, paired};
 use super::prefetch::Prefetch;
 use crate::Isa;
 use crate::evaluate::{Cells, Evaluator};
@@ -22,7 +22,7 @@ pub(crate) enum Sum {
 type Gemm = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 type Finish = unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]);
 type Widen<T> = unsafe fn(*const T, *mut f32, usize) -> bool;
-type Few<T> = unsafe fn(FewRows, [usize; 2], *const T, usize, [usize; 3], Prefetch);
+type RowKernel<T> = unsafe fn(RowSets, [usize; 2], *const T, usize, [usize; 3], Prefetch);
 
 /// Entry points compiled for one instruction set. Holding a reference to one tells you that this machine has
 /// that instruction set: [`kernels`] checks before it hands one out.
@@ -44,18 +44,18 @@ pub(crate) struct Kernels {
     pub(super) narrow_bf16: unsafe fn(&[f32], &mut [bf16]),
     pub(super) stream: unsafe fn(*const f32, *mut f32, usize),
     pub(super) fence: unsafe fn(),
-    pub(super) dots_f32: Few<f32>,
-    pub(super) dots_f16: Few<f16>,
-    pub(super) dots_bf16: Few<bf16>,
-    pub(super) combine_f32: Few<f32>,
-    pub(super) combine_f16: Few<f16>,
-    pub(super) combine_bf16: Few<bf16>,
+    pub(super) dots_f32: RowKernel<f32>,
+    pub(super) dots_f16: RowKernel<f16>,
+    pub(super) dots_bf16: RowKernel<bf16>,
+    pub(super) combine_f32: RowKernel<f32>,
+    pub(super) combine_f16: RowKernel<f16>,
+    pub(super) combine_bf16: RowKernel<bf16>,
     pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, &Cells),
     pub(super) words: unsafe fn(&Evaluator<'_>, &Cells, &mut [u64]),
     pub(super) hide: unsafe fn(Plane<*mut f32>, &[u64], usize, usize),
     pub(super) finish: Finish,
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
-    pub(super) folds: super::folds::Folds,
+    pub(super) best_keys: super::best_keys::BestKeys,
     pub(super) bands: super::band::Bands,
     pub(super) stage: unsafe fn(&mut Stage<'_>),
     pub(super) round_weights: unsafe fn(&mut [f32], usize, usize, (usize, usize), GroupFormat),
@@ -313,7 +313,7 @@ impl Kernels {
             assert!(n <= stride && s.len() >= extent(keys, stride, n), "scores too small");
             assert!(q.len() >= extent(n, ldq, d), "queries too small");
         }
-        let (range, row, rows) = (k.range(keys, d), k.row, FewRows::new(rows));
+        let (range, row, rows) = (k.range(keys, d), k.row, RowSets::new(rows));
         // SAFETY: the machine has the instruction set, and the extents were just checked (keys by slicing).
         unsafe {
             match k.data {
@@ -340,7 +340,7 @@ impl Kernels {
             assert!(n <= stride && p.len() >= extent(keys, stride, n), "probabilities too small");
             assert!(o.len() >= extent(n, ldo, d), "output too small");
         }
-        let (range, row, rows) = (v.range(keys, d), v.row, FewRows::new(rows));
+        let (range, row, rows) = (v.range(keys, d), v.row, RowSets::new(rows));
         // SAFETY: the machine has the instruction set, and the extents were just checked (values by slicing).
         unsafe {
             match v.data {

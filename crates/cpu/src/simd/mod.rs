@@ -31,12 +31,12 @@ mod avx512;
 mod band;
 mod int8_codes;
 // Matrix units exist on x86-64 only: elsewhere their safe interfaces are compiled, but never used.
-mod define;
+mod best_keys;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `prefetch`
 mod delta;
 #[cfg(target_arch = "x86_64")]
 mod dots;
-mod folds;
+mod instantiate;
 mod int8;
 mod kernels;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `prefetch`

@@ -1,7 +1,7 @@
 //! 128-bit vectors of AArch64: 4 lanes, 32 registers. A tile is 16 queries wide.
 
 use super::Simd;
-use super::define::define_kernels;
+use super::instantiate::define_kernels;
 use half::f16;
 use std::arch::aarch64::*;
 

@@ -1,7 +1,7 @@
 //! Plain Rust that any compiler can vectorise.
 
 use super::Simd;
-use super::define::define_kernels;
+use super::instantiate::define_kernels;
 use half::f16;
 
 const LANES: usize = 8;

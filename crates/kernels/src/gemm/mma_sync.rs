@@ -136,7 +136,7 @@ where
     builder.role("multiply", Warps(WARPS[0] * WARPS[1]), |w| {
         // Go down a column of tiles first, so that concurrent CTAs share tiles of B.
         let per_batch = m_tiles * n_tiles;
-        let (batch, at) = (w.block() / per_batch, w.block() % per_batch);
+        let (batch, at) = (w.cta() / per_batch, w.cta() % per_batch);
         let (row, col) = (at % m_tiles * ROWS, at / m_tiles * COLS);
         let a = Source { matrix: a, major: layouts.a, batch, first: row, outer: m, inner: k };
         let b = Source { matrix: b, major: layouts.b, batch, first: col, outer: n, inner: k };

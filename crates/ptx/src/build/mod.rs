@@ -6,7 +6,7 @@
 //! let kernel = Kernel::build("double", Target::AMPERE, |k| {
 //!     let (x, n) = (k.pointer::<f32>("x"), k.param::<u32>("n"));
 //!     k.threads(128, |w| {
-//!         let i = w.block().mul_add(128, w.thread());
+//!         let i = w.cta().mul_add(128, w.thread());
 //!         w.when(i.lt(n), |w| x.store(w, i, x.load(w, i) * 2.0));
 //!     });
 //! })?;

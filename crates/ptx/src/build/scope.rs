@@ -63,12 +63,12 @@ impl<'k, W: Who> Scope<'k, W> {
     }
     /// Index of the CTA in the grid.
     #[track_caller]
-    pub fn block(&self) -> Val<'k, u32> {
+    pub fn cta(&self) -> Val<'k, u32> {
         self.special("%ctaid.x")
     }
     /// Number of CTAs in the grid.
     #[track_caller]
-    pub fn blocks(&self) -> Val<'k, u32> {
+    pub fn ctas(&self) -> Val<'k, u32> {
         self.special("%nctaid.x")
     }
     /// Index of the CTA in its cluster.
@@ -83,16 +83,16 @@ impl<'k, W: Who> Scope<'k, W> {
     #[track_caller]
     pub fn cluster(&self) -> Val<'k, u32> {
         match self.k.cluster_blocks() {
-            1 => self.block(),
-            n => self.block() / n,
+            1 => self.cta(),
+            n => self.cta() / n,
         }
     }
     /// Number of clusters in the grid.
     #[track_caller]
     pub fn clusters(&self) -> Val<'k, u32> {
         match self.k.cluster_blocks() {
-            1 => self.blocks(),
-            n => self.blocks() / n,
+            1 => self.ctas(),
+            n => self.ctas() / n,
         }
     }
 

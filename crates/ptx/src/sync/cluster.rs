@@ -69,7 +69,7 @@ impl<'k> ClusterBroadcast<'k> {
     #[track_caller]
     pub fn share(&self, t: &Scope<'k, Thread>, x: Val<'k, u32>) -> Val<'k, u32> {
         self.k.pipe_emptied(self.id);
-        let (number, told) = (self.k.cursor(self.id, "told", [0, 0])[0], t.var(x));
+        let (number, shared) = (self.k.cursor(self.id, "shared", [0, 0])[0], t.var(x));
         let place = |address: Val<'k, u32>| Arg::Address(Base::Reg(address.in_register()), 0);
         self.k.placed(Location::caller(), || {
             let (at, round) = (number.now() & (WORDS - 1), number.now() / WORDS);
@@ -91,13 +91,13 @@ impl<'k> ClusterBroadcast<'k> {
                 wait_phase(t.k, full, round & 1);
                 let x = t.k.register(Class::B32);
                 t.k.emit(&memory::LD_SHARED_32, [Arg::List([x].into()), place(word), Arg::Word("")]);
-                told.set(Val::<u32>::reg(t.k, x));
+                shared.set(Val::<u32>::reg(t.k, x));
                 t.k.emit(&mbarrier::ARRIVE_CLUSTER, [place(in_block(t, heard, 0))]);
             };
             t.choose(t.cluster_rank().eq(0), tell, hear);
             number.set(number.now() + 1);
         });
-        told.get()
+        shared.get()
     }
 }
 

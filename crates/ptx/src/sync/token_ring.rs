@@ -22,7 +22,7 @@ pub struct TokenRing<'k> {
     depth: u32,
     messages: u32,
     /// mbarriers by which each hand signals the next; the last hand signals the first.
-    told: Vec<u32>,
+    barriers: Vec<u32>,
     /// A hand whose cursor is derived from another ring's.
     behind: Option<(usize, Ring<'k>)>,
 }
@@ -46,7 +46,7 @@ impl Builder {
         self.pipe_filled(id);
         let messages = self.take_small(name, 4 * WORDS as u32 * depth, 16);
         let bars = |(i, &warps)| self.mbarriers(&format!("{name}.{i}"), depth, Count::Fixed(warps));
-        TokenRing { k: self, id, depth, messages, told: hands.iter().enumerate().map(bars).collect(), behind: None }
+        TokenRing { k: self, id, depth, messages, barriers: hands.iter().enumerate().map(bars).collect(), behind: None }
     }
 }
 
@@ -85,7 +85,7 @@ impl<'k> TokenRing<'k> {
 
     #[track_caller]
     fn barrier(&self, of: usize, number: Val<'k, u32>) -> Val<'k, u32> {
-        (number & (self.depth - 1)).mul_add(8, self.k.shared_address(self.told[of]))
+        (number & (self.depth - 1)).mul_add(8, self.k.shared_address(self.barriers[of]))
     }
 
     #[track_caller]
@@ -98,7 +98,7 @@ impl<'k> TokenRing<'k> {
     #[track_caller]
     fn wait_in(&self, hand: usize) {
         let number = self.number(hand);
-        let before = (hand + self.told.len() - 1) % self.told.len();
+        let before = (hand + self.barriers.len() - 1) % self.barriers.len();
         let parity = (number / self.depth) & 1;
         wait_phase(self.k, self.barrier(before, number), parity);
     }

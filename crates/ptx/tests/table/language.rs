@@ -151,7 +151,7 @@ fn a_vector_is_doubled_where_it_is_long_enough() {
     let kernel = Kernel::build("double", Target::AMPERE, |k| {
         let (x, n) = (k.pointer::<f32>("x"), k.param::<u32>("n"));
         k.threads(32, |w| {
-            let i = w.block().mul_add(32, w.thread());
+            let i = w.cta().mul_add(32, w.thread());
             w.when(i.lt(n), |w| x.store(w, i, x.load(w, i) * 2.0));
         });
     })

@@ -27,7 +27,7 @@ pub fn kernel() -> Kernel {
         k.role("load", Warpgroups(1).registers(40), |w| {
             w.one_thread(|t| {
                 let zero = t.constant(0u32);
-                queries.put(t, |t, s| s.load(t, s.tile(0), &q, &[zero, t.block() * ROWS]));
+                queries.put(t, |t, s| s.load(t, s.tile(0), &q, &[zero, t.cta() * ROWS]));
                 t.each(0, steps, 1, |t, j| {
                     k_ring.put(t, |t, s| s.load(t, s.tile(0), &keys, &[zero, j * KEYS]));
                     v_ring.put(t, |t, s| s.load(t, s.tile(0), &values, &[zero, j * KEYS]));
@@ -62,7 +62,7 @@ pub fn kernel() -> Kernel {
                 v_ring.done(w);
             });
             queries.done(w);
-            let row = w.block() * ROWS + own * 64 + w.first_row();
+            let row = w.cta() * ROWS + own * 64 + w.first_row();
             for (i, total) in total.into_iter().enumerate() {
                 let sum = w.reduce(total.get(), 4, |a, b| a + b);
                 w.when(w.first_col().eq(0), |w| sums.store(w, row + 8 * i as u32, sum));
@@ -72,7 +72,7 @@ pub fn kernel() -> Kernel {
             w.publish_shared();
             w.sync_group(&barrier);
             w.one_thread_of_group(|t| {
-                t.store_tile(&o, &[t.constant(0u32), t.block() * ROWS + own * 64], own_o);
+                t.store_tile(&o, &[t.constant(0u32), t.cta() * ROWS + own * 64], own_o);
                 t.commit_stores();
                 t.wait_stores(0);
             });

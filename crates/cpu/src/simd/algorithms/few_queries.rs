@@ -11,18 +11,18 @@ pub(in crate::simd) const fn paired(d: usize, lanes: usize) -> usize {
 
 /// Outputs and factors of a few rows: one set, or two sets that share the same keys.
 #[derive(Clone, Copy)]
-pub(in crate::simd) struct FewRows {
+pub(in crate::simd) struct RowSets {
     pub out: [*mut f32; 2],
     pub by: [*const f32; 2],
     pub both: bool,
 }
 
-impl FewRows {
+impl RowSets {
     pub fn new(rows: &mut [(&mut [f32], &[f32])]) -> Self {
         assert!((1..=2).contains(&rows.len()), "one set of rows, or two");
         let last = rows.len() - 1;
         let (out, by) = ([0, last].map(|i| rows[i].0.as_mut_ptr()), [0, last].map(|i| rows[i].1.as_ptr()));
-        FewRows { out, by, both: last > 0 }
+        RowSets { out, by, both: last > 0 }
     }
 }
 

@@ -22,7 +22,7 @@ pub(super) use elements::{narrow_bf16, narrow_f16, widen};
 pub(super) use exponential::EXP2_NATIVE;
 pub(crate) use exponential::ExpKind;
 pub(super) use exponential::exp2_scalar;
-pub(super) use few_queries::{FewRows, combine, dots, paired};
+pub(super) use few_queries::{RowSets, combine, dots, paired};
 pub(crate) use fold::{AboveArgs, BestArgs, OtherArgs};
 pub(super) use fold::{above, add_wide, best, distance, dot, frame, other};
 pub(super) use lanes::{lane_dots, scale_lanes, stream, transpose};

@@ -65,7 +65,7 @@ where
             features.ragged.any().then(|| Sides::declare(p, features.ragged, 0, |call: &FinishCall| &call.sequences));
         p.builder().threads(threads, |w| {
             // The last sums go first: they are still in the L2 cache.
-            let number = w.blocks() - 1 - w.block();
+            let number = w.ctas() - 1 - w.cta();
             let [rest, step] = steps.div_rem(number);
             let sums = sums.at_wide(number.mul_wide(rows * d));
             // Where the sequence begins, the head, the step in the sequence, and the sequence's rows.

@@ -93,7 +93,7 @@ where
         let sides =
             features.ragged.any().then(|| Sides::declare(p, features.ragged, 1, |call: &HeadsCall| &call.sequences));
         p.builder().threads(THREADS, |w| {
-            let [pair, block] = blocks.div_rem(w.block());
+            let [pair, block] = blocks.div_rem(w.cta());
             // The sequence, its first row if it is packed, its rows, the head, and the number of these keys in the sequence.
             let (batch, start, rows, head, nth) = match &sides {
                 Some(sides) => {

@@ -162,10 +162,10 @@ where
     fn zero(&self, w: &Scope<'k, Block>) -> Val<'k, u32> {
         let d = self.dims[0];
         // There are fewer words than threads (`plan::properties` checks it).
-        let thread = w.block().mul_add(32, w.thread());
+        let thread = w.cta().mul_add(32, w.thread());
         w.when(thread.lt(self.words), |w| self.counters.store(w, thread, 0));
         // The last rows go first: the first rows, which the main kernel needs first, are then still in the L2 cache.
-        let first = (w.blocks() - 1 - w.block()) * ROWS;
+        let first = (w.ctas() - 1 - w.cta()) * ROWS;
         let zero = w.constant(0.0f32);
         // Rows have another order among the sums, which does not matter to zeros.
         let to = self.sums.at_wide(first.mul_wide(d));

@@ -38,7 +38,7 @@ pub(crate) fn program(target: Target) -> Result<Program<SinksCall>, BuildError> 
         let k = p.builder();
         let partial = k.shared::<f32>("partial", WARPS);
         k.threads(THREADS, |w| {
-            let head = w.block();
+            let head = w.cta();
             let sink = sinks.load(w, head) * LOG2_E;
             let sum = w.var(0.0f32);
             w.each(0, batch, 1, |w, b| {

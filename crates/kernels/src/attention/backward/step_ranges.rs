@@ -106,7 +106,7 @@ pub(crate) fn kernel(target: Target) -> Result<Kernel, BuildError> {
         let c = CallParams::declare(p);
         let [q_blocks, k_blocks] = c.blocks;
         p.builder().threads(32 * WARPS, |w| {
-            let own = w.block().mul_add(WARPS, w.thread() / 32);
+            let own = w.cta().mul_add(WARPS, w.thread() / 32);
             // A warp past the end repeats the last range: shuffles need all lanes.
             let number = own.min(c.count - 1);
             let [pair, tile] = c.tiles.div_rem(number);

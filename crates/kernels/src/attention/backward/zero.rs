@@ -20,7 +20,7 @@ pub(crate) fn program(target: Target) -> Result<Program<ZeroCall>, BuildError> {
         let to = p.array::<f32>("to", |call: &ZeroCall| call.to);
         let count = p.u32("count", |call| call.count);
         p.builder().threads(THREADS, |w| {
-            let i = w.block().mul_add(THREADS, w.thread());
+            let i = w.cta().mul_add(THREADS, w.thread());
             w.when(i.lt(count), |w| to.store(w, i, 0.0f32));
         });
     })

@@ -183,7 +183,7 @@ impl<'k> Schedule<'k> {
     /// tiles have empty ones.
     #[track_caller]
     pub fn each<W: Who>(&self, w: &Scope<'k, W>, f: impl FnOnce(&Scope<'k, W>, Item<'k>)) {
-        w.each(w.block(), self.items, w.blocks(), |w, number| {
+        w.each(w.cta(), self.items, w.ctas(), |w, number| {
             let item = self.find(w, number);
             // Compare blocks rather than the number of splits: that is a division that only merging needs.
             let [first, end] = item.blocks(item.slot.ours[0]);

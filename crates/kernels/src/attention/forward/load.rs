@@ -46,7 +46,7 @@ where
         match self.tiles.always_some() {
             true => self.tiles_of_cta(t),
             false => {
-                let some = self.tiles.seek(t, t.block());
+                let some = self.tiles.seek(t, t.cta());
                 t.choose(some, |t| self.tiles_of_cta(t), |t| self.kernel.tickets.put(t, &[]));
             }
         }
@@ -63,7 +63,7 @@ where
             if let Some(total) = self.tiles.total() {
                 self.reset(t, ticket, total);
             }
-            let next = ticket + t.blocks();
+            let next = ticket + t.ctas();
             let more = self.tiles.seek(t, next);
             let joined = self.kernel.tiling.joined;
             if !joined {
@@ -79,7 +79,7 @@ where
 
     /// Loads queries and the first k of the CTA's first tile.
     fn first_tile(&self, t: &Scope<'k, Thread>) {
-        self.begin(t, self.find(t, t.block()));
+        self.begin(t, self.find(t, t.cta()));
         if self.kernel.tiling.scans {
             self.scan(t, &self.now.get());
         }

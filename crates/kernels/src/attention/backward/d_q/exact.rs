@@ -97,7 +97,7 @@ pub(crate) fn program(target: Target) -> Result<Program<ExactCall>, BuildError> 
         let to = p.array::<f32>("to", |call| call.to);
         let count = p.u32("count", |call| call.count);
         p.builder().threads(THREADS, |w| {
-            let i = w.block().mul_add(THREADS, w.thread());
+            let i = w.cta().mul_add(THREADS, w.thread());
             w.when(i.lt(count), |w| {
                 let words = words.at_wide(i.mul_wide(2 * WORDS as u32));
                 // Digits of 32 bits, from the lowest on. The carry has a sign.

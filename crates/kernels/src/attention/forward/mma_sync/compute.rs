@@ -83,9 +83,9 @@ where
         let spans = (!source.tagged()).then_some(&self.spans);
         let tiles = TileParams { sequences: &params.sequences, bands: params.bands.as_ref(), heads: params.heads };
         let tiles = tiles.tiles(w, self.config.rows(), spans);
-        let some = tiles.seek(w, w.block());
+        let some = tiles.seek(w, w.cta());
         w.when(some, |w| {
-            let FoundTile { batch, head, number, sequence, lengths, q_len } = tiles.find(w, w.block());
+            let FoundTile { batch, head, number, sequence, lengths, q_len } = tiles.find(w, w.cta());
             let rows = self.config.rows();
             let row = number * rows;
             let zero = row.literal(0);
