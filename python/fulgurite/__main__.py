@@ -52,6 +52,14 @@ def _versions() -> dict:
     return versions
 
 
+def _gpu() -> str:
+    """The GPU that serves CUDA tensors, or why there is none."""
+    try:
+        return _fulgurite.explain("cuda")[0]
+    except (RuntimeError, ValueError) as error:
+        return f"not used: {error}"
+
+
 def doctor(options) -> tuple:
     """Describes this machine and its engines."""
     engine, *why = _fulgurite.explain(options.engine)
@@ -62,7 +70,7 @@ def doctor(options) -> tuple:
         "extension": _fulgurite.__file__,
         "engine": engine,
         "why": why,
-        "gpu": "tensors on a GPU are not here yet; they are refused with a message",
+        "gpu": _gpu(),
     }
     lines = [f"{name:12}  {version or 'not installed'}" for name, version in results["versions"].items()]
     lines += [

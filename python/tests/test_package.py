@@ -37,6 +37,7 @@ def command(*arguments):
 
 def test_doctor():
     shown = command("doctor")
+    assert "not here yet" not in shown.stdout and "\ngpu  " in shown.stdout
     assert shown.returncode == 0 and "runs it, the fastest on this machine that can" in shown.stdout
     assert json.loads(command("doctor", "--json").stdout)["versions"]["fulgurite"] == fulgurite.__version__
     refused = command("doctor", "--engine", "mmx")

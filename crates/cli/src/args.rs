@@ -170,6 +170,9 @@ pub struct CacheArgs {
     /// Draw bits and error of each head (their largest elements, where k and v are not known) as FILE.svg
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
+    /// Print the results as JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `run`.
@@ -509,6 +512,9 @@ pub struct SimVsGpuArgs {
     /// Number of the GPU
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub gpu: u32,
+    /// Print the results as JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `sim`.
@@ -540,7 +546,7 @@ pub struct SimArgs {
     /// Heads of keys; default as many as of queries
     #[arg(long, value_name = "N")]
     pub kv_heads: Option<u32>,
-    /// The most blocks of a persistent kernel; default as many as an H200 has multiprocessors
+    /// The most CTAs of a persistent kernel; default as many as an H200 has multiprocessors
     #[arg(long, value_name = "N")]
     pub blocks: Option<u32>,
     /// Seed of the order of warps and of asynchronous work: the same seed gives the same run
@@ -552,6 +558,9 @@ pub struct SimArgs {
     /// Write a timeline by an approximate clock: a Chrome trace, or a picture if the name ends in .svg
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Print the results as JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[cfg(test)]

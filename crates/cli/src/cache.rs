@@ -2,10 +2,11 @@
 
 use crate::args::CacheArgs;
 use crate::io::{self, Stored, safetensors as tensors};
-use crate::{Failure, say};
+use crate::{Failure, json, say};
 use fulgurite::Tensor;
 use fulgurite::cache::{CacheSpec, KvCache, Parts, Storage, choose_bits};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 
 /// A cache as the bytes of a safetensors file: every array as bytes, the words as metadata.
@@ -62,7 +63,46 @@ pub fn main(args: &CacheArgs) -> Result<(), Failure> {
     if let Some(path) = &args.svg {
         io::write_file(path, picture(&heads).as_bytes())?;
     }
-    say(&describe(&cache, &heads))
+    if args.json { json::print(&Results::new(&cache, &heads)) } else { say(&describe(&cache, &heads)) }
+}
+
+/// The results of the command.
+#[derive(Serialize)]
+struct Results {
+    version: &'static str,
+    tokens: usize,
+    capacity: usize,
+    head_dim: usize,
+    value_dim: usize,
+    bytes: usize,
+    bits_per_element: f64,
+    heads: Vec<HeadResult>,
+}
+
+/// One head; each pair is k and v.
+#[derive(Serialize)]
+struct HeadResult {
+    bits: [u32; 2],
+    largest: [f32; 2],
+    /// Relative errors in the norm, where the tensors are known.
+    errors: Option<[f64; 2]>,
+}
+
+impl Results {
+    fn new(cache: &KvCache, heads: &[Head]) -> Results {
+        let spec = cache.spec();
+        let head = |head: &Head| HeadResult { bits: head.bits, largest: head.largest, errors: head.errors };
+        Results {
+            version: env!("CARGO_PKG_VERSION"),
+            tokens: cache.len(),
+            capacity: spec.capacity,
+            head_dim: spec.head_dim,
+            value_dim: spec.value_dim,
+            bytes: cache.size_bytes(),
+            bits_per_element: cache.bits_per_element(),
+            heads: heads.iter().map(head).collect(),
+        }
+    }
 }
 
 /// The contents of one head of a cache: of k, and of v.
@@ -159,10 +199,10 @@ fn describe(cache: &KvCache, heads: &[Head]) -> String {
     text
 }
 
-/// A pair of bars for each head, k and v: as high as the error, or as the largest element where no error is known, and as
-/// dark as the bits are many.
+/// A pair of bars for each head, k in blue and v in orange: as high as the error, or as the largest element where no error is
+/// known, and as dark as the bits are many.
 fn picture(heads: &[Head]) -> String {
-    let [wide, high_most, left, top_edge] = [14.0, 180.0, 64.0, 48.0];
+    let [wide, high_most, left, top_edge] = [14.0, 180.0, 64.0, 58.0];
     let known = heads.iter().all(|head| head.errors.is_some());
     let heights = |head: &Head| head.errors.unwrap_or(head.largest.map(f64::from));
     let most = heads.iter().flat_map(heights).filter(|x| x.is_finite()).fold(0.0, f64::max).max(1e-30);
@@ -170,25 +210,29 @@ fn picture(heads: &[Head]) -> String {
         true => ("relative error", format!("{:.1} %", 100.0 * most)),
         false => ("largest element", format!("{most:.3}")),
     };
-    let width = left + 3.0 * wide * heads.len() as f64 + 2.0 * wide;
+    // The title needs 430 units.
+    let width = (left + 3.0 * wide * heads.len() as f64 + 2.0 * wide).max(430.0);
     let (base, height) = (top_edge + high_most, top_edge + high_most + 40.0);
     let mut svg = format!(
-        r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{what} by head" font-family="Helvetica, Arial, sans-serif" font-size="11"><rect width="{width}" height="{height}" fill="#ffffff"/><text x="8" y="18" font-size="14">{what} of k and v by head; numbers: bits of an element</text><text x="8" y="{top_edge}">{top}</text><text x="8" y="{base}">0</text>"##
+        r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{what} by head" font-family="Helvetica, Arial, sans-serif" font-size="11"><rect width="{width}" height="{height}" fill="#ffffff"/><text x="8" y="18" font-size="14">{what} of k and v by head; numbers: bits of an element</text><rect x="8" y="26" width="10" height="10" fill="#4292c6"/><text x="22" y="35">k</text><rect x="38" y="26" width="10" height="10" fill="#f16913"/><text x="52" y="35">v</text><text x="8" y="{top_edge}">{top}</text><text x="8" y="{base}">0</text>"##
     );
     for (number, head) in heads.iter().enumerate() {
         let x = left + 3.0 * wide * number as f64;
         for (i, (value, bits)) in heights(head).into_iter().zip(head.bits).enumerate() {
             let high = high_most * if value.is_finite() { value / most } else { 1.0 };
             let (x, y) = (x + wide * i as f64, base - high);
+            let shades = [["#9ecae1", "#4292c6", "#08519c"], ["#fdae6b", "#f16913", "#a63603"]][i];
             let color = match bits {
-                ..=2 => "#9ecae1",
-                3..=4 => "#4292c6",
-                _ => "#08519c",
+                ..=2 => shades[0],
+                3..=4 => shades[1],
+                _ => shades[2],
             };
             svg += &format!(r#"<rect x="{x}" y="{y:.1}" width="{wide}" height="{high:.1}" fill="{color}"/>"#);
-            svg += &format!(r#"<text x="{x}" y="{:.1}">{bits}</text>"#, y - 3.0);
+            let middle = x + wide / 2.0;
+            svg += &format!(r#"<text x="{middle}" y="{:.1}" text-anchor="middle">{bits}</text>"#, y - 3.0);
         }
-        svg += &format!(r#"<text x="{x}" y="{}">{number}</text>"#, base + 14.0);
+        let middle = x + wide;
+        svg += &format!(r#"<text x="{middle}" y="{}" text-anchor="middle">{number}</text>"#, base + 14.0);
     }
     svg + "</svg>\n"
 }
@@ -201,7 +245,7 @@ mod tests {
     fn a_bar_for_each_side_of_each_head() {
         let head = |errors| Head { bits: [4, 2], kept: String::new(), largest: [1.0, f32::INFINITY], errors };
         let known = picture(&[head(Some([0.05, 0.1])), head(Some([0.2, 0.0]))]);
-        assert_eq!(known.matches("<rect").count(), 1 + 4);
+        assert_eq!(known.matches("<rect").count(), 3 + 4);
         assert!(known.contains("relative error") && known.contains("20.0 %") && known.contains("height=\"180.0\""));
         let unknown = picture(&[head(None)]);
         assert!(unknown.contains("largest element") && !unknown.contains("inf") && !unknown.contains("NaN"));

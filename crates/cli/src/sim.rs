@@ -2,16 +2,68 @@
 //! simulator with a GPU.
 
 use crate::args::{SimArgs, SimVsGpuArgs};
-use crate::{Failure, io, progress, say, terminal};
+use crate::{Failure, io, json, progress, say, terminal};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::gpu::{self, Gpu, kernels};
 use fulgurite::sim::{
-    Adder, Architecture, Device, Number, Options, Order, Report, Sim, SimError, Sizes, compare, fit_adders, simulate,
-    takes,
+    Adder, Architecture, Counts, Device, Number, Options, Order, Report, Sim, SimError, Sizes, compare, fit_adders,
+    simulate, takes,
 };
 use fulgurite_core::random::Rng;
+use serde::Serialize;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
+
+/// The results of `sim`.
+#[derive(Serialize)]
+struct Results {
+    version: &'static str,
+    kernel: String,
+    problem: String,
+    ctas: u64,
+    seed: u64,
+    findings: Vec<String>,
+    /// The work of each role.
+    roles: BTreeMap<String, BTreeMap<&'static str, u64>>,
+    /// Cycles by the approximate clock, if a timeline was asked for.
+    cycles: Option<u64>,
+}
+
+impl Results {
+    fn new(args: &SimArgs, problem: &str, report: &Report, cycles: Option<u64>) -> Results {
+        let role = |(name, counts): &(String, Counts)| (name.clone(), numbers(counts).into_iter().collect());
+        Results {
+            version: env!("CARGO_PKG_VERSION"),
+            kernel: args.name.clone(),
+            problem: problem.to_owned(),
+            ctas: report.blocks.into(),
+            seed: args.seed,
+            findings: report.findings.iter().map(ToString::to_string).collect(),
+            roles: report.roles.iter().map(role).collect(),
+            cycles,
+        }
+    }
+}
+
+/// Each kind of work by its name.
+fn numbers(c: &Counts) -> [(&'static str, u64); 13] {
+    [
+        ("instructions of warps", c.instructions),
+        ("instructions of lanes", c.lanes.values().sum()),
+        ("tensor FLOP", c.tensor_flops.values().sum()),
+        ("exponentials", c.exps),
+        ("f32 operations", c.fmas),
+        ("shared bytes, threads", c.shared_thread_bytes),
+        ("shared bytes, operands", c.shared_operand_bytes),
+        ("shared bytes, copies", c.shared_copy_bytes),
+        ("bank conflicts", c.bank_conflicts),
+        ("global bytes", c.global_bytes),
+        ("global sectors", c.global_sectors),
+        ("waits", c.waits),
+        ("waits that blocked", c.waits_blocked),
+    ]
+}
 
 /// Runs `sim`.
 pub fn main(args: &SimArgs) -> Result<(), Failure> {
@@ -24,15 +76,20 @@ pub fn main(args: &SimArgs) -> Result<(), Failure> {
         1 => "1 finding".to_owned(),
         n => format!("{n} findings"),
     };
-    say(&format!("{}: {}, {} blocks, seed {}: {verdict}", args.name, done.problem, done.report.blocks, args.seed))?;
-    for finding in findings {
-        say(&format!("  {finding}"))?;
-    }
-    if args.counters {
-        say(&counters(&done.report).to_string())?;
-    }
-    if let Some(path) = &args.trace {
-        trace(args, path)?;
+    let cycles = args.trace.as_deref().map(|path| trace(args, path)).transpose()?;
+    if args.json {
+        json::print(&Results::new(args, &done.problem, &done.report, cycles))?;
+    } else {
+        say(&format!("{}: {}, {} CTAs, seed {}: {verdict}", args.name, done.problem, done.report.blocks, args.seed))?;
+        for finding in findings {
+            say(&format!("  {finding}"))?;
+        }
+        if args.counters {
+            say(&counters(&done.report).to_string())?;
+        }
+        if let (Some(path), Some(cycles)) = (&args.trace, cycles) {
+            say(&format!("{}: about {cycles} cycles", path.display()))?;
+        }
     }
     match findings.first() {
         None => Ok(()),
@@ -99,22 +156,11 @@ fn counters(report: &Report) -> Table {
         columns = vec![("total", &total)];
     }
     let mut table = terminal::table(std::iter::once("").chain(columns.iter().map(|(name, _)| *name)));
-    let mut row = |name: &str, f: &dyn Fn(&fulgurite::sim::Counts) -> u64| {
-        table.add_row(std::iter::once(name.to_owned()).chain(columns.iter().map(|(_, c)| f(c).to_string())));
-    };
-    row("instructions of warps", &|c| c.instructions);
-    row("instructions of lanes", &|c| c.lanes.values().sum());
-    row("tensor FLOP", &|c| c.tensor_flops.values().sum());
-    row("exponentials", &|c| c.exps);
-    row("f32 operations", &|c| c.fmas);
-    row("shared bytes, threads", &|c| c.shared_thread_bytes);
-    row("shared bytes, operands", &|c| c.shared_operand_bytes);
-    row("shared bytes, copies", &|c| c.shared_copy_bytes);
-    row("bank conflicts", &|c| c.bank_conflicts);
-    row("global bytes", &|c| c.global_bytes);
-    row("global sectors", &|c| c.global_sectors);
-    row("waits", &|c| c.waits);
-    row("waits that blocked", &|c| c.waits_blocked);
+    let all: Vec<_> = columns.iter().map(|(_, counts)| numbers(counts)).collect();
+    for (i, (name, _)) in all[0].iter().enumerate() {
+        let cells = all.iter().map(|column| column[i].1.to_string());
+        table.add_row(std::iter::once((*name).to_owned()).chain(cells));
+    }
     let architecture = Architecture::H200;
     let cycles: Vec<Vec<(&str, f64)>> = columns.iter().map(|(_, c)| architecture.cycles(c)).collect();
     for (i, (unit, _)) in cycles[0].iter().enumerate() {
@@ -127,8 +173,8 @@ fn counters(report: &Report) -> Table {
     table
 }
 
-/// Runs again with the clock, and writes the timeline.
-fn trace(args: &SimArgs, path: &Path) -> Result<(), Failure> {
+/// Runs again with the clock, and writes the timeline. Returns its cycles.
+fn trace(args: &SimArgs, path: &Path) -> Result<u64, Failure> {
     let options = Options { seed: args.seed, order: Order::Timed, ..Options::default() };
     let done = simulate(&args.name, &args.sizes(), &options).map_err(failure)?;
     let timeline = done.report.timeline.unwrap_or_default();
@@ -137,7 +183,7 @@ fn trace(args: &SimArgs, path: &Path) -> Result<(), Failure> {
         _ => timeline.chrome(),
     };
     io::write_file(path, text.as_bytes())?;
-    say(&format!("{}: about {} cycles", path.display(), timeline.cycles()))
+    Ok(timeline.cycles())
 }
 
 /// Runs `sim-vs-gpu`: a line for each kernel, as soon as it is done.
@@ -152,15 +198,21 @@ pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
         )));
     }
     let gpu = Gpu::open(args.gpu, gpu::Options::default(), &crate::args::profiles()).map_err(Failure::input)?;
-    say(&format!("{} and the simulator, seed {}", gpu.name(), args.seed))?;
     if args.adder {
+        say(&format!("{} and the simulator, seed {}", gpu.name(), args.seed))?;
         return adders(gpu.device().as_ref(), args.seed);
+    }
+    if !args.json {
+        say(&format!("{} and the simulator, seed {}", gpu.name(), args.seed))?;
     }
     let line = |cells: [&str; 6], worst: &str| {
         let [name, cases, elements, unequal, steps, seconds] = cells;
         say(&format!("{name:<27}{cases:>6}{elements:>12}{unequal:>13}{steps:>18}{seconds:>9}  {worst}"))
     };
-    line(["kernel", "cases", "elements", "bits differ", "steps, at most", "seconds"], "worst case")?;
+    if !args.json {
+        line(["kernel", "cases", "elements", "bits differ", "steps, at most", "seconds"], "worst case")?;
+    }
+    let mut compared = Vec::new();
     let bar = progress(names.len() * args.cases as usize);
     for name in names {
         let (start, mut rng) = (Instant::now(), Rng::new(args.seed));
@@ -177,12 +229,37 @@ pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
             }
             bar.inc(1);
         }
+        if args.json {
+            compared.push(Compared {
+                kernel: name,
+                cases: args.cases,
+                elements,
+                unequal,
+                steps: worst.0,
+                worst: worst.1,
+            });
+            continue;
+        }
         let [cases, elements, unequal, steps] = [args.cases.into(), elements, unequal, worst.0].map(|n| n.to_string());
         let seconds = format!("{:.1}", start.elapsed().as_secs_f64());
         bar.suspend(|| line([name, &cases, &elements, &unequal, &steps, &seconds], &worst.1))?;
     }
     bar.finish_and_clear();
-    Ok(())
+    if args.json { json::print(&compared) } else { Ok(()) }
+}
+
+/// A kernel on the simulator and on a GPU.
+#[derive(Serialize)]
+struct Compared {
+    kernel: &'static str,
+    cases: u32,
+    elements: u64,
+    /// Elements whose bits differ.
+    unequal: u64,
+    /// Largest difference, in steps of the element type.
+    steps: u64,
+    /// The problem with that difference.
+    worst: String,
 }
 
 /// Which models explain what a GPU's tensor cores compute.

@@ -6,15 +6,20 @@ use crate::common::{folder, refuses, succeeds};
 fn kernels_run_clean_and_are_counted() {
     let folder = folder("sim");
     let out = succeeds(&folder, &["sim", "vector_add", "-n", "300", "--seed", "3", "--counters"]);
-    assert!(out.starts_with("vector_add: x f32 [300], y f32 [300], 2 blocks, seed 3: clean\n"), "{out}");
+    assert!(out.starts_with("vector_add: x f32 [300], y f32 [300], 2 CTAs, seed 3: clean\n"), "{out}");
     assert!(out.contains("global bytes") && out.contains("3600"), "{out}");
     let out = succeeds(&folder, &["sim", "row_softmax", "-m", "3", "-n", "200"]);
-    assert!(out.contains("x f32 [3, 200], 3 blocks, seed 0: clean"), "{out}");
+    assert!(out.contains("x f32 [3, 200], 3 CTAs, seed 0: clean"), "{out}");
     let out = succeeds(&folder, &["sim", "gemm-f16-tn", "-m", "100", "-n", "40", "-k", "72", "--blocks", "1"]);
     assert!(out.contains("clean"), "{out}");
     let args =
         ["sim", "attention-bf16-d64-causal", "--q-len", "70", "--k-len", "90", "--heads", "2", "--kv-heads", "1"];
     assert!(succeeds(&folder, &args).contains("clean"));
+    // Kernels of features, with the tensors that they read; and the results as JSON.
+    let args = ["sim", "attention-sync-bf16-d64-documents", "--q-len", "70", "--k-len", "90", "--json"];
+    let results: serde_json::Value = serde_json::from_str(&succeeds(&folder, &args)).unwrap();
+    assert_eq!(results["findings"].as_array().map(Vec::len), Some(0));
+    assert!(results["roles"]["compute"]["tensor FLOP"].as_u64().unwrap() > 0);
 }
 
 #[test]

@@ -163,6 +163,21 @@ impl Mask {
         Mask { spans: self.spans.clone(), rest: None }
     }
 
+    /// This mask with its bounded left sides at least `keys` long. Sizes of a schedule are measured with it, where the mask's own
+    /// window is too narrow.
+    ///
+    /// ```
+    /// use fulgurite_core::Mask;
+    ///
+    /// assert_eq!(Mask::window(8, 0).reaching(100), Mask::window(100, 0));
+    /// assert_eq!(Mask::window(200, 0).reaching(100), Mask::window(200, 0));
+    /// assert_eq!(Mask::causal().reaching(100), Mask::causal());
+    /// ```
+    pub fn reaching(&self, keys: i64) -> Mask {
+        let spans = self.spans.iter().map(|span| Span { left: span.left.map(|left| left.max(keys)), ..*span });
+        Mask { spans: spans.collect(), rest: self.rest.clone() }
+    }
+
     /// The keys that the spans let query `q` see; the whole row if there are no spans.
     pub fn keys(&self, q: usize, q_len: usize, k_len: usize) -> Range<usize> {
         let mut keys = 0..k_len;

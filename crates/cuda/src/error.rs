@@ -20,7 +20,7 @@ pub(crate) const OLDEST_CAPABILITY: (u32, u32) = (8, 0);
 #[non_exhaustive]
 pub enum Unusable {
     /// The driver's library is not on this machine.
-    #[error("the NVIDIA driver's library (libcuda) was not found; install the driver, or use the cpu engine")]
+    #[error("the NVIDIA driver's library (libcuda) was not found; install the driver")]
     NoDriver,
     /// The library lacks a function that is called.
     #[error("the NVIDIA driver's library (libcuda) lacks `{entry}`; update the driver to CUDA {}.{} or newer", OLDEST_CUDA.0, OLDEST_CUDA.1)]
@@ -85,7 +85,7 @@ mod tests {
         let cases = [
             (
                 absent(Unusable::NoDriver),
-                "no device: the NVIDIA driver's library (libcuda) was not found; install the driver, or use the cpu engine",
+                "no device: the NVIDIA driver's library (libcuda) was not found; install the driver",
             ),
             (
                 absent(Unusable::NoEntry { entry: "cuLaunchKernelEx" }),

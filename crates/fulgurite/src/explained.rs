@@ -238,7 +238,9 @@ fn units(
     let cycles = |blocks: usize| {
         // Add `q_len` keys, because a causal mask may hide that many.
         let k_len = blocks * cols as usize + if is_decode { 0 } else { q_len };
-        let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
+        // A window narrower than the runs would make them equal: let it reach all keys, and keep its mask code.
+        let mask = problem.mask().reaching(k_len as i64);
+        let small = builder.clone().mask(mask).heads(group, 1).dense(1, q_len, k_len).build()?;
         // Use the tile configuration of the whole problem, not that of a short sequence.
         let forward = tables.forward.clone().as_for(ForwardPlan::keys_seen(problem));
         let tables = Tables { forward, ..tables.clone() };
@@ -326,6 +328,22 @@ fn apart(
 mod tests {
     use super::*;
     use fulgurite_core::{DType, Mask};
+
+    /// A block of keys costs as much under a narrow window as under a wide one.
+    #[test]
+    fn windows_of_any_width_have_a_bound() {
+        let bound = |mask: Mask| {
+            let builder = Problem::builder().heads(2, 2).head_dim(128).dtype(DType::Bf16).mask(mask);
+            explain(&builder, [1, 2048, 2048], &Tables::default()).unwrap()
+        };
+        let wide = bound(Mask::window(1024, 0));
+        for mask in [Mask::window(128, 0), Mask::causal().and(Mask::window(128, 0)), Mask::window(300, 300)] {
+            let narrow = bound(mask.clone());
+            let [a, b] = [&narrow, &wide].map(|explained| explained.units[0].1);
+            assert!(a > 0.5 * b && a < 2.0 * b, "{mask:?}: {a} and {b} cycles");
+            assert!(narrow.bound_seconds > 0.0);
+        }
+    }
 
     /// What is said about heads that share keys.
     #[test]

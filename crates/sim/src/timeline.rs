@@ -67,29 +67,45 @@ impl Timeline {
         self.spans.iter().map(|s| s.end).max().unwrap_or(0)
     }
 
-    /// JSON for the trace viewers of Chrome and Perfetto: one process per CTA, one row per track, one microsecond per
-    /// cycle.
+    /// JSON for the trace viewers of Chrome and Perfetto: one process per CTA, one row per track, one nanosecond per
+    /// cycle. Viewers want the spans of a row nested or apart, so a span ends where the next one begins.
     pub fn chrome(&self) -> String {
         let tracks = self.tracks();
         let mut out = String::from("{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n");
         for (i, (block, track)) in tracks.iter().enumerate() {
             let name = track_name(track);
+            if i == 0 || tracks[i - 1].0 != *block {
+                let _ = writeln!(
+                    out,
+                    "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{block},\"args\":{{\"name\":\"CTA {block}\"}}}},"
+                );
+            }
             let _ = writeln!(
                 out,
                 "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{block},\"tid\":{i},\"args\":{{\"name\":\"{name}\"}}}},"
             );
         }
-        for (n, span) in self.spans.iter().enumerate() {
-            let tid = tracks.iter().position(|(b, t)| (*b, *t) == (span.block, &span.track)).unwrap_or(0);
-            let comma = if n + 1 == self.spans.len() { "" } else { "," };
+        let mut spans: Vec<(usize, &Span)> = self
+            .spans
+            .iter()
+            .map(|span| {
+                let same = |(block, track): &(u32, &Track)| (*block, *track) == (span.block, &span.track);
+                (tracks.iter().position(same).unwrap_or(0), span)
+            })
+            .collect();
+        spans.sort_by_key(|(tid, span)| (*tid, span.start));
+        for (n, (tid, span)) in spans.iter().enumerate() {
+            let next = spans.get(n + 1).filter(|(other, _)| other == tid);
+            let end = next.map_or(span.end, |(_, next)| span.end.min(next.start));
+            let comma = if n + 1 == spans.len() { "" } else { "," };
             let kind = if span.waits { "wait: " } else { "" };
             let _ = writeln!(
                 out,
                 "{{\"ph\":\"X\",\"name\":\"{kind}{}\",\"pid\":{},\"tid\":{tid},\"ts\":{},\"dur\":{},\"args\":{{\"line\":\"{}\"}}}}{comma}",
                 span.what,
                 span.block,
-                span.start,
-                span.end - span.start,
+                span.start as f64 / 1e3,
+                (end - span.start) as f64 / 1e3,
                 span.line
             );
         }

@@ -66,6 +66,17 @@ fn timelines_show_the_pipeline() {
     assert!(timeline.spans.iter().all(|s| s.start <= s.end));
     let trace = timeline.chrome();
     assert_eq!(trace.matches('{').count(), trace.matches('}').count());
+    assert!(trace.contains("\"name\":\"CTA 0\""));
+    // Spans of a row are apart, as viewers want them: in each row, starts and ends ascend together.
+    let number = |line: &str, name: &str| -> Option<f64> {
+        line.split(&format!("\"{name}\":")).nth(1)?.split([',', '}']).next()?.parse().ok()
+    };
+    let mut ends = std::collections::BTreeMap::new();
+    for line in trace.lines().filter(|line| line.contains("\"ph\":\"X\"")) {
+        let [tid, start, length] = ["tid", "ts", "dur"].map(|name| number(line, name).unwrap());
+        let end = ends.insert(tid as u64, start + length).unwrap_or(0.0);
+        assert!(start >= end - 1e-9, "{line} begins before {end}");
+    }
     assert!(trace.contains("\"name\":\"copy engine\"") && timeline.svg(0).contains("tensor cores"));
     // The same again is the same.
     let again = Sim::new(Options { order: Order::Timed, ..Options::default() });

@@ -34,7 +34,7 @@ pub fn read_folder(folder: &Path) -> Result<Tensors, Failure> {
     Ok(tensors)
 }
 
-/// Reads the bytes of an npy file. Bytes that are not such a file are an error.
+/// Reads the bytes of an npy file; f64 becomes f32. Bytes that are not such a file are an error.
 ///
 /// ```
 /// use fulgurite::Tensor;
@@ -56,7 +56,7 @@ pub fn decode(bytes: &[u8]) -> Result<Stored, String> {
     let size: usize = match dtype {
         "f4" | "i4" => 4,
         "f2" => 2,
-        "i8" => 8,
+        "i8" | "f8" => 8,
         other => return Ok(Stored::Other(format!("npy type {other} (sizes in bytes)"))),
     };
     let shape: Result<Vec<usize>, _> = file.shape().iter().map(|&n| usize::try_from(n)).collect();
@@ -76,6 +76,11 @@ pub fn decode(bytes: &[u8]) -> Result<Stored, String> {
         "f4" => Tensor::new(file.into_vec::<f32>().map_err(cut)?, &shape),
         "f2" => Tensor::new(file.into_vec::<f16>().map_err(cut)?, &shape),
         "i4" => Tensor::new(file.into_vec::<i32>().map_err(cut)?, &shape),
+        // NumPy's default type. Attention computes in f32 at most.
+        "f8" => Tensor::new(
+            file.into_vec::<f64>().map_err(cut)?.into_iter().map(|x| x as f32).collect::<Vec<f32>>(),
+            &shape,
+        ),
         _ => match narrow(file.into_vec::<i64>().map_err(cut)?.into_iter(), &shape)? {
             Stored::Tensor(tensor) => Ok(tensor),
             other => return Ok(other),

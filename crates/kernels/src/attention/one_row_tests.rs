@@ -115,7 +115,7 @@ fn build(p: &Params<'_, Call>, mask: &Mask, modifiers: &Modifiers, rescale: Resc
         scoring.limits.set(
             w,
             w.constant(0i32),
-            Lengths { k: k_len, bottom_right: k_len - q_len, top_left: k_len - k_len },
+            Lengths { k: k_len, bottom_right: k_len - q_len, top_left: w.constant(0i32) },
         );
         if scoring.modifies {
             let (heads, rows) = (vec![zero], vec![RowAcc::first_row(w).to_i32()]);

@@ -102,7 +102,7 @@ pub(crate) struct DenseArgs {
 
 /// The tiles of a batch, by the kind of its sequences.
 enum Tiles<'k> {
-    Dense { bands: Equal<'k>, sequence: DenseSequence<'k> },
+    Dense { bands: Box<Equal<'k>>, sequence: DenseSequence<'k> },
     Ragged(Unequal<'k>),
 }
 
@@ -112,7 +112,7 @@ impl<'k> Tiles<'k> {
             return Tiles::Ragged(Unequal::declare(p, ragged, 1, &STEPS, move |call| given(&args(call).ragged)));
         }
         let dense = move |call: &C| *given(&args(call).dense);
-        let bands = Equal::declare(p, move |call| &given(&args(call).dense).bands);
+        let bands = Box::new(Equal::declare(p, move |call| &given(&args(call).dense).bands));
         let k_len = p.u32("k_len", move |call| dense(call).k_len);
         let first_key = p.u32("first_key", move |call| dense(call).first_key);
         let first_query = p.u32("first_query", move |call| dense(call).first_query);
@@ -288,7 +288,7 @@ impl<'k> TileMap<'k> {
     /// The order of tiles, if sequences are equal in length.
     pub fn bands(&self) -> Option<Equal<'k>> {
         match &self.tiles {
-            Tiles::Dense { bands, .. } => Some(*bands),
+            Tiles::Dense { bands, .. } => Some(**bands),
             Tiles::Ragged(_) => None,
         }
     }
