@@ -34,6 +34,7 @@ from .flash import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from .flash_attn_interface import register_as_flash_attn
 from .huggingface import register_with_diffusers, register_with_transformers
 from .insight import Counters, Explanation, attention_counters, explain
 from .kvcache import KvCache
@@ -89,6 +90,7 @@ __all__ = [
     "or_masks",
     "parallax_attention",
     "parallax_attention_backward",
+    "register_as_flash_attn",
     "register_with_diffusers",
     "register_with_transformers",
     "sageattn",

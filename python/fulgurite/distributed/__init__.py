@@ -19,6 +19,7 @@ except ImportError as cause:
 from ._attention import bytes_sent, context_parallel_attention, shard_sequence, unshard_sequence
 from ._exchange import MismatchError, PeerError, traffic
 from ._layout import Layout, sequence_layout
+from ._template import ring_op, ring_op_backward
 
 __all__ = [
     "Layout",
@@ -26,6 +27,8 @@ __all__ = [
     "PeerError",
     "bytes_sent",
     "context_parallel_attention",
+    "ring_op",
+    "ring_op_backward",
     "sequence_layout",
     "shard_sequence",
     "traffic",

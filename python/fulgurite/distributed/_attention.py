@@ -316,9 +316,9 @@ def bytes_sent(
     ring, ulysses  ranks of the ring, and ranks that exchange heads
     backward       also count backward
 
-    A ring sends keys and values h times, and in backward h times again, with h + 1 times f32 gradients; h is `ring` - 1,
-    or less if no rank sees keys that far away. An exchange among u ranks sends (u - 1) / u of q, k, v and o, with each
-    key head repeated until u divides their number.
+    A ring sends keys and values h times, and in backward h times again, with h + 1 times f32 gradients; h is the number
+    of ranks minus 1, or less if no rank sees keys that far away. An exchange among u ranks sends (u - 1) / u of q, k, v
+    and o, with each key head repeated until u divides their number.
     """
     mask = Mask.of(layout.length, causal, window, cu_seqlens)
     rows, element = math.prod(q.shape[:-2]), q.element_size()

@@ -90,8 +90,8 @@ class Group:
         limit = "the time limit of the group" if self.seconds is None else f"{self.seconds:g} s"
         first = str(cause).strip().splitlines()[0][:200] if str(cause).strip() else type(cause).__name__
         return PeerError(
-            f"rank {self.rank} of {self.size} got no answer while {doing}, time limit: {limit}; a peer is dead, slow or "
-            f"raised an error. Destroy the process group and start the ranks again. The transport says: {first}"
+            f"rank {self.rank} of {self.size} got no answer while {doing}, time limit: {limit}; a peer is dead, slow "
+            f"or raised an error. Destroy the process group and start the ranks again. The transport says: {first}"
         )
 
     def collective(self, doing, function, *arguments):

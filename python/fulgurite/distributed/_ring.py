@@ -1,7 +1,7 @@
 """Ring attention: keys and values travel from rank to rank while each rank computes with what it has.
 
-A block of scores gives (o, LSE), and `merge` adds it to what the rank has so far. In backward, f32 gradients of keys and
-values travel one step behind the keys and values to which they belong.
+A block of scores gives (o, LSE), and `merge` adds it to what the rank has so far. In backward, f32 gradients of keys
+and values travel one step behind the keys and values to which they belong.
 """
 
 from __future__ import annotations
