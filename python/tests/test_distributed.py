@@ -29,13 +29,6 @@ from fulgurite.distributed._layout import Mask, blocks, hops  # noqa: E402
 LONG = os.environ.get("FULGURITE_LONG") == "1"
 
 
-@pytest.fixture(scope="module")
-def pool():
-    made = Pool()
-    yield made
-    made.close()
-
-
 def inputs(case):
     """q, k, v, d_o of the whole sequence, and the extra tensors; the same in every process."""
     make = torch.Generator().manual_seed(case.get("seed", 3))
@@ -575,7 +568,7 @@ def test_ring_flash_attention_over_documents(pool):
 
 
 def hybrid(group, rank, count):
-    """`LongContextAttention` of long-context-attention (yunchang) on our names, 2 x 2 ranks. The largest differences."""
+    """`LongContextAttention` of yunchang on our names, on 2 x 2 ranks. The largest differences."""
     fulgurite.register_as_flash_attn()
     from yunchang import EXTRACT_FUNC_DICT, LongContextAttention, set_seq_parallel_pg
     from yunchang.kernels import AttnType

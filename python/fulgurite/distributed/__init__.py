@@ -1,4 +1,5 @@
-"""Sequences divided among ranks, on `torch.distributed`: attention in rings, by exchange of heads, and both.
+"""Sequences divided among ranks, on `torch.distributed`: attention in rings, by exchange of heads, and both; the gated
+delta rule.
 
 >>> from fulgurite.distributed import context_parallel_attention, sequence_layout, shard_sequence
 >>> layout = sequence_layout(tokens.shape[1], ranks=4)               # the same on every rank
@@ -17,6 +18,7 @@ except ImportError as cause:
     raise ImportError("fulgurite.distributed needs torch with torch.distributed; install torch") from cause
 
 from ._attention import bytes_sent, context_parallel_attention, shard_sequence, unshard_sequence
+from ._delta import context_parallel_gated_delta_rule
 from ._exchange import MismatchError, PeerError, traffic
 from ._layout import Layout, sequence_layout
 from ._template import ring_op, ring_op_backward
@@ -27,6 +29,7 @@ __all__ = [
     "PeerError",
     "bytes_sent",
     "context_parallel_attention",
+    "context_parallel_gated_delta_rule",
     "ring_op",
     "ring_op_backward",
     "sequence_layout",
