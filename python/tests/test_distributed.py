@@ -635,3 +635,15 @@ def test_registering_as_flash_attn():
         "else: raise SystemExit(3)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(fulgurite.__file__).parents[1])
+
+
+@pytest.mark.skipif(not LONG, reason="trains for most of a minute; FULGURITE_LONG=1 runs it")
+def test_the_example_has_the_losses_of_one_process():
+    example = Path(__file__).resolve().parents[2] / "examples" / "context_parallel_gpt.py"
+    if not example.exists():
+        pytest.skip("the tests were installed without the examples")
+    path = {} if os.environ.get("FULGURITE_INSTALLED") == "1" else {"PYTHONPATH": str(example.parents[1] / "python")}
+    run = subprocess.run(
+        [sys.executable, str(example)], env={**os.environ, **path}, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0 and run.stdout.count("losses differ by") == 3, run.stdout + run.stderr
