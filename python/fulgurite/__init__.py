@@ -16,9 +16,9 @@ machine.
 
 `fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` contain k-means, HDBSCAN, DBSCAN, nearest
 neighbours, PCA and truncated SVD under scikit-learn's names. `fulgurite.distributed` divides sequences among the ranks
-of torch.distributed; `fulgurite.shards` and `fulgurite.ray` divide rows among workers. `fulgurite.fla` has the gated delta rule under
-flash-linear-attention's names; `parallax_attention` and `lighthouse_attention` are other variants. `fulgurite.ops` has
-the registered operators over whole tensors.
+of torch.distributed; `fulgurite.shards` and `fulgurite.ray` divide rows among workers. `fulgurite.fla` has the gated
+delta rule under flash-linear-attention's names; `parallax_attention` and `lighthouse_attention` are other variants.
+`fulgurite.ops` has the registered operators over whole tensors.
 """
 
 from . import fla, ops

@@ -377,6 +377,9 @@ def test_ranks_that_differ_fail_on_every_rank(pool, name):
         ({"window": (1, -2)}, "`window` is (1, -2), which hides every key, allowed: None for an unbounded side"),
         ({"window": 4}, "`window` is one int, allowed: a pair, keys before and after the query"),
         ({"causal": "top-left"}, "`causal` is 'top-left', allowed: True, False"),
+        ({"causal": 1}, "`causal` is 1, allowed: True, False"),
+        ({"scale": "half"}, "`scale` is 'half', allowed: a number"),
+        ({"mesh": 3}, "`mesh` is a int, allowed: a DeviceMesh"),
         ({"length": -1}, "`length` is -1, allowed: an integer, 0 or more"),
         ({"shape": (8, 4, 16)}, "`q` has shape [8, 4, 16], allowed: [batch, rows, heads, head_dim]"),
         ({"dtype": torch.float64}, "`q` is torch.float64, allowed: a torch tensor of float32, float16 or bfloat16"),
@@ -388,6 +391,21 @@ def test_ranks_that_differ_fail_on_every_rank(pool, name):
 def test_wrong_calls(pool, change, message):
     for ok, result in pool.outcomes(called, 2, {0: change, 1: change}):
         assert not ok and result[0] == "ValueError" and result[1].startswith(message), result
+
+
+def empty(group, rank, count, strategy):
+    """A sequence without rows."""
+    q = torch.zeros(2, 0, 4, 16, requires_grad=True)
+    o, lse = fd.context_parallel_attention(
+        q, q, q, group=group, strategy=strategy, causal=True, scale=torch.tensor(0.5), return_lse=True
+    )
+    o.sum().backward()
+    return tuple(o.shape), tuple(lse.shape), tuple(q.grad.shape)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_a_sequence_without_rows(pool, strategy):
+    assert pool.run(empty, 2, strategy) == [((2, 0, 4, 16), (2, 4, 0), (2, 0, 4, 16))] * 2
 
 
 def test_wrong_calls_without_ranks():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.device_mesh
 
 from .._api import attention
 from ._exchange import Group, agree, between_graphs
@@ -83,6 +84,8 @@ def context_parallel_attention(
             "scale": scale, "softcap": softcap, "deterministic": deterministic, "threads": threads,
         }  # fmt: skip
         _try_options(options)
+        for name in ("scale", "softcap"):
+            options[name] = None if options[name] is None else float(options[name])
     except (ValueError, NotImplementedError) as wrong:
         error = wrong
     if check:
@@ -105,6 +108,10 @@ def _groups(group, mesh, strategy, timeout):
         raise ValueError(f"`strategy` is {strategy!r}, allowed: {', '.join(map(repr, _STRATEGIES))}")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise ValueError(f"`timeout` is {timeout!r}, allowed: seconds, more than 0")
+    if mesh is not None and not isinstance(mesh, dist.device_mesh.DeviceMesh):
+        raise ValueError(f"`mesh` is a {type(mesh).__name__}, allowed: a DeviceMesh")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"`group` is a {type(group).__name__}, allowed: a ProcessGroup; a DeviceMesh is `mesh`")
     if mesh is not None and group is not None:
         raise ValueError("`group` and `mesh` were given, allowed: one of them")
     axes = 1 if mesh is None else mesh.ndim
@@ -291,6 +298,7 @@ class _ToHeads(torch.autograd.Function):
         return _to_heads(group, x.contiguous())
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, d):
         return None, _to_rows(ctx.group, d.contiguous())
 
@@ -302,6 +310,7 @@ class _ToRows(torch.autograd.Function):
         return _to_rows(group, x.contiguous())
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, d):
         return None, _to_heads(ctx.group, d.contiguous())
 

@@ -61,6 +61,8 @@ def context_parallel_gated_delta_rule(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("there is no process group, allowed: after torch.distributed.init_process_group")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"`group` is a {type(group).__name__}, allowed: a ProcessGroup")
     every = Group(group, timeout)
     options = {
         "scale": scale,
@@ -127,6 +129,7 @@ def _shard(every, tensors, length, cu_seqlens, output_final_state, options):
     with torch.no_grad():
         one = [torch.zeros_like(x) for x in one]
         chunk_gated_delta_rule(*one, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias, **options)
+    options = {**options, "scale": None if options["scale"] is None else float(options["scale"])}
     return _Shard(length, stop - start, tuple(x - start for x in cuts), continues, options)
 
 

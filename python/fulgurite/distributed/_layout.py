@@ -112,7 +112,7 @@ class Mask(NamedTuple):
     @staticmethod
     def of(length, causal, window, cu_seqlens) -> Mask:
         """The mask of a call over a sequence of this length."""
-        if causal not in (True, False):
+        if not isinstance(causal, (bool, numpy.bool_)):
             raise ValueError(f"`causal` is {causal!r}, allowed: True, False")
         left, right = (None, None) if window is None else pair("window", window, "keys before and after the query")
         for side in (left, right):
