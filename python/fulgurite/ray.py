@@ -17,12 +17,12 @@ starts an actor again if it dies; it then reads its shards again, and the call t
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
 from . import shards
-from ._estimators import rows_of, seed_of, whole
+from ._estimators import rows_of, whole
 
 try:
     import ray
@@ -53,9 +53,8 @@ class _Holder:
     def sizes(self):
         return [x.shape for x in self.rows]
 
-    def take(self, wanted):
-        """Some rows of each shard, by number."""
-        return [x[at] for x, at in zip(self.rows, wanted)]
+    def apply(self, numbers, function):
+        return [function(at, x) for at, x in zip(numbers, self.rows)]
 
     def sums(self, centroids, metric):
         return [shards.assign_and_sum(x, centroids, metric=metric, n_threads=self.threads) for x in self.rows]
@@ -116,16 +115,9 @@ class Shards:
         total = sum(map(len, parts))
         return [parts[at % count][at // count] for at in range(total)]
 
-    def sample(self, count: int, *, random_state: int | None = None) -> Array:
-        """Rows of all shards, drawn without repetition, in their order."""
-        total = sum(self.sizes)
-        count = whole("count", count, total)
-        if not 1 <= count <= total:
-            raise ValueError(f"`count` is {count}, allowed: 1 to {total}, the number of rows")
-        drawn = np.sort(np.random.default_rng(seed_of(random_state)).choice(total, count, replace=False))
-        first = np.concatenate([[0], np.cumsum(self.sizes)])
-        wanted = [drawn[(drawn >= a) & (drawn < b)] - a for a, b in zip(first, first[1:])]
-        return np.concatenate(self._each("take", dealt=wanted))
+    def each(self, function: Callable[[int, Any], Any]) -> list[Any]:
+        """`function(number, rows)` of each shard, computed by its actor, in the order of the shards."""
+        return self._each("apply", ray.put(function), dealt=list(range(len(self.sizes))))
 
     def kmeans(
         self, n_clusters: int, *, init: Array | None = None, metric: str = "euclidean", max_iter: int = 300,
@@ -133,14 +125,10 @@ class Shards:
     ) -> shards.KMeansResult:  # fmt: skip
         """k-means over all rows: centroids, labels of all rows, inertia, steps.
 
-        init  the first centroids; default: k-means++ on a sample of 32 rows for each cluster
+        init  the first centroids; default: k-means|| over the shards (`fulgurite.shards.seeds`)
         """
         if init is None:
-            from .cluster import KMeans
-
-            count = min(32 * whole("n_clusters", n_clusters, 2**31), sum(self.sizes))
-            sample = self.sample(count, random_state=random_state)
-            init = KMeans(n_clusters, metric=metric, max_iter=0, random_state=random_state).fit(sample).cluster_centers_
+            init = shards.seeds(self.each, n_clusters, random_state=random_state, n_threads=1)
         init = rows_of("init", init)
         if init.shape != (n_clusters, self.columns):
             raise ValueError(f"`init` has shape {list(init.shape)}, allowed: {[n_clusters, self.columns]}")

@@ -16,7 +16,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from . import _fulgurite
-from ._estimators import rows_of, whole
+from ._estimators import rows_of, seed_of, whole
 from .neighbors import NearestNeighbors
 
 Array = Any
@@ -32,6 +32,7 @@ __all__ = [
     "merge_sums",
     "merge_topk",
     "next_centroids",
+    "seeds",
     "sketch",
     "topk",
 ]
@@ -128,6 +129,101 @@ def kmeans(
         if moved * moved <= tol * scale or np.array_equal(before.labels, found.labels):
             return KMeansResult(centroids, found.labels, found.inertia, step)
     return KMeansResult(centroids, found.labels, found.inertia, steps)
+
+
+def seeds(
+    each: Callable[[Callable[[int, Any], Any]], Iterable[Any]], n_clusters: int, *, rounds: int = 5,
+    random_state: int | None = None, n_threads: int | None = None,
+) -> Array:  # fmt: skip
+    """First centroids for `kmeans`, by k-means||: in each round, every shard draws rows that are far from those drawn
+    before, and k-means++ chooses among all drawn rows by their weight. By euclidean distance.
+
+    each          `each(function)` gives `function(number, rows)` of each shard, in the order of the shards
+    rounds        of about 2 n_clusters drawn rows each
+    random_state  the draws depend on it, on the number of the shard and on its rows
+    """
+    clusters, seed = whole("n_clusters", n_clusters, 2**31), seed_of(random_state)
+    sizes = list(each(_Sizes()))
+    total = sum(sizes)
+    if not 1 <= clusters <= total:
+        raise ValueError(f"`n_clusters` is {clusters}, allowed: 1 to {total}, the number of rows")
+    first = int(np.random.default_rng([seed, 0]).integers(total))
+    starts = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    found = np.concatenate(list(each(_Taken(starts.tolist(), [first]))))
+    for number in range(1, whole("rounds", rounds, 2**31) + 1):
+        spread = float(sum(each(_Spread(found, n_threads)), 0.0))
+        if spread == 0.0:
+            break
+        drawn = list(each(_Drawn(found, 2 * clusters / spread, [seed, number], n_threads)))
+        found = np.concatenate([found, *drawn])
+    if len(found) < clusters:  # few rows, or few that differ
+        rest = np.random.default_rng([seed, 2**32]).choice(total, clusters - len(found), replace=False)
+        found = np.concatenate([found, *each(_Taken(starts.tolist(), np.sort(rest).tolist()))])
+    weights = merge_sums(each(_Assigned(found, n_threads))).counts
+    return _plus_plus(found, weights.astype(np.float64), clusters, np.random.default_rng([seed, 2**32 + 1]))
+
+
+class _Sizes:
+    def __call__(self, number, rows):
+        return len(rows)
+
+
+class _Taken(NamedTuple):
+    """Rows by their number among all."""
+
+    starts: list
+    wanted: list
+
+    def __call__(self, number, rows):
+        at = np.array(self.wanted, np.int64) - self.starts[number]
+        return np.asarray(rows, np.float32)[at[(at >= 0) & (at < len(rows))]]
+
+
+class _Assigned(NamedTuple):
+    found: Any
+    threads: Any
+
+    def __call__(self, number, rows):
+        return assign_and_sum(rows, self.found, n_threads=self.threads)
+
+
+class _Spread(NamedTuple):
+    found: Any
+    threads: Any
+
+    def __call__(self, number, rows):
+        return assign_and_sum(rows, self.found, n_threads=self.threads).inertia
+
+
+class _Drawn(NamedTuple):
+    """Rows drawn with a probability that grows with their squared distance to the nearest of `found`."""
+
+    found: Any
+    rate: float
+    seed: list
+    threads: Any
+
+    def __call__(self, number, rows):
+        distances, _ = topk(self.found, rows, 1, n_threads=self.threads) if len(rows) else (np.empty((0, 1)), None)
+        chance = self.rate * distances[:, 0].astype(np.float64) ** 2
+        drawn = np.random.default_rng([*self.seed, number]).random(len(rows)) < chance
+        return np.asarray(rows, np.float32)[drawn]
+
+
+def _plus_plus(rows, weights, clusters, rng):
+    """k-means++ of rows with weights."""
+    wide = rows.astype(np.float64)
+    chosen = [int(rng.choice(len(rows), p=weights / weights.sum()))]
+    near = np.full(len(rows), np.inf)
+    while len(chosen) < clusters:
+        near = np.minimum(near, ((wide - wide[chosen[-1]]) ** 2).sum(1))
+        near[chosen] = 0.0
+        share = weights * near
+        if share.sum() > 0:
+            chosen.append(int(rng.choice(len(rows), p=share / share.sum())))
+        else:  # the rest are duplicates
+            chosen.append(next(at for at in range(len(rows)) if at not in chosen))
+    return rows[chosen]
 
 
 def topk(

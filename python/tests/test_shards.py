@@ -18,6 +18,7 @@ from fulgurite.shards import (
     merge_sums,
     merge_topk,
     next_centroids,
+    seeds,
     sketch,
     topk,
 )
@@ -62,6 +63,26 @@ def test_the_same_shards_give_the_same_bits_in_any_order_of_work():
     assert (again.labels == whole.labels_).all()
     np.testing.assert_allclose(again.centroids, whole.cluster_centers_, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(again.inertia, whole.inertia_, rtol=1e-6)
+
+
+def each_of(shards):
+    return lambda function: [pickle.loads(pickle.dumps(function))(at, x) for at, x in enumerate(shards)]
+
+
+def test_seeds_over_shards():
+    blobs = [np.float32(50 * at) + RNG.standard_normal((120, 3)).astype(np.float32) for at in range(7)]
+    rows = np.concatenate(blobs)[RNG.permutation(840)]
+    parts = [rows[:10], rows[10:10], rows[10:500], rows[500:]]
+    for state in range(5):
+        found = seeds(each_of(parts), 7, random_state=state)
+        assert sorted(np.round(found.mean(1) / 50)) == list(range(7))  # one in each blob
+        assert found.tobytes() == seeds(each_of(parts), 7, random_state=state).tobytes()
+    assert seeds(each_of(parts), 840).shape == (840, 3)
+    same = [np.ones((4, 2), np.float32)] * 2
+    assert (seeds(each_of(same), 3) == 1).all()
+    for count in (0, 841):
+        with pytest.raises(ValueError, match=f"`n_clusters` is {count}, allowed: 1 to 840, the number of rows"):
+            seeds(each_of(parts), count)
 
 
 def test_neighbours_over_shards():
@@ -176,9 +197,9 @@ def test_ray_actors_give_the_bits_of_one_process(ray, tmp_path):
     for got, want in zip((*held.pca(3), *held.svd(3)), (*components(merged, 3), *components(merged, 3, centred=False))):
         assert got.tobytes() == want.tobytes()
     seeded = held.kmeans(8, random_state=3)
-    assert seeded.centroids.shape == (8, 9) and seeded.labels.shape == (1500,)
-    with pytest.raises(ValueError, match="allowed: 1 to 1500"):
-        held.sample(1501)
+    start = seeds(each_of(SHARDS), 8, random_state=3)
+    one = kmeans(lambda c: [assign_and_sum(x, c) for x in SHARDS], start)
+    assert one.centroids.tobytes() == seeded.centroids.tobytes() and seeded.labels.shape == (1500,)
     held.close()
 
 
