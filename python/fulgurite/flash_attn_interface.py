@@ -197,7 +197,7 @@ def _flash_attn_varlen_backward(
 # The functions themselves are not decorated: libraries read their arguments with `inspect.getfullargspec`.
 @renaming(_MESSAGES)
 def _forward(q, k, v, options):
-    """What flash-attn returns: no probabilities, and no state of a generator of random numbers."""
+    """The four results of flash-attn: out, LSE, no probabilities, and a generator state that nothing reads."""
     import torch
 
     with torch.no_grad():

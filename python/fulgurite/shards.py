@@ -46,7 +46,7 @@ class ClusterSums(NamedTuple):
     # The sum of the rows of each cluster, float64 [clusters, columns], and their number, int64 [clusters].
     sums: Any
     counts: Any
-    # The sum of the squared distances to the centroids (or of what the metric has instead).
+    # The sum of the squared distances to the centroids; of distances with "cosine", of negated products with "dot".
     inertia: float
 
 
@@ -262,7 +262,7 @@ def merge_topk(parts: Iterable[tuple[Array, Array]], n_neighbors: int) -> tuple[
 
 
 class Sketch(NamedTuple):
-    """What a shard contributes to PCA and SVD: a triangle with the same singular values as its rows."""
+    """The contribution of a shard to PCA and SVD: triangles with the same singular values as its rows."""
 
     # Number of rows, and their mean, float64 [columns].
     count: int

@@ -64,7 +64,7 @@ def attend(group, rank, count, case):
     (q, k, v, d_o), extras = inputs(case)
     layout, dim = layout_of(case, count, extras), q.ndim - 3
     q, k, v, d_o = (fd.shard_sequence(x, layout, rank, dim) for x in (q, k, v, d_o))
-    # What padding holds must not matter.
+    # Padding may hold anything.
     padding = torch.from_numpy(layout.positions(rank)) >= layout.length
     for x in (q, k, v, d_o):
         x.movedim(dim, 0)[padding] = math.nan
@@ -460,7 +460,7 @@ def test_a_dead_peer_gives_an_error_in_time(how):
 
 
 def logged(group, rank, count):
-    """What a rank does in a ring, in order: starts messages, computes blocks, waits for messages."""
+    """The log of a rank in a ring: messages that it starts, blocks that it computes, messages that it waits for."""
     from fulgurite.distributed import _exchange, _ring
 
     log = []
@@ -468,7 +468,7 @@ def logged(group, rank, count):
 
     def logging(name, function):
         def call(*arguments):
-            # A wait is known by what it waits for, a message by its kind.
+            # A message is logged by its kind, a wait by its text.
             log.append(arguments[2].split(",")[0] if name == "wait" else arguments[1] if name == "start" else name)
             return function(*arguments)
 

@@ -55,7 +55,7 @@ def delta(group, rank, count, case):
     mine = {name: fd.shard_sequence(x, layout, rank) for name, x in rows.items()}
     d_o = fd.shard_sequence(d_o, layout, rank)
     for x in (*mine.values(), d_o):
-        x[:, padding] = math.nan  # what padding holds must not matter
+        x[:, padding] = math.nan  # padding may hold anything
     leaves = [x.requires_grad_() for x in (*mine.values(), *others.values())]
     more = {"length": case["length"]} if "documents" not in case else {}
     with fd.traffic() as sent:

@@ -198,7 +198,7 @@ def _try_options(options):
 
 
 def _account(q, k, v, layout, mask, options, ring, heads, sinks, slopes):
-    """What has to be equal on all ranks."""
+    """Properties of the call that must be equal on all ranks, by name."""
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     long = repr((layout, mask)).encode()
     return {

@@ -124,7 +124,7 @@ def _shard(every, tensors, length, cu_seqlens, output_final_state, options):
     bounds = (0, length) if documents is None else documents
     cuts = sorted({start, stop, *(x for x in bounds if start < x < stop)})
     continues = start not in bounds if documents is not None else True
-    # One row of the call, so that what the kernel refuses is refused before anything is sent.
+    # One row of the call, so that a call that the kernel refuses is refused before anything is sent.
     one = [x[:, :1] if x.shape[1] else x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (q, k, v, g, beta)]
     with torch.no_grad():
         one = [torch.zeros_like(x) for x in one]
@@ -134,7 +134,7 @@ def _shard(every, tensors, length, cu_seqlens, output_final_state, options):
 
 
 def _account(tensors, shard):
-    """What has to be equal on all ranks."""
+    """Properties of the call that must be equal on all ranks, by name."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
     account = {name: None if x is None else f"{x.dtype} {list(x.shape)}" for name, x in zip(names, tensors)}
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -142,7 +142,7 @@ def agree(groups, device, account, error=None):
     """Checks that all ranks make the same call, before anything else is sent.
 
     groups   the groups of a call, one for each axis of the mesh
-    account  what has to be equal on all ranks, by name
+    account  properties of the call that must be equal on all ranks, by name
     error    an exception of this rank, which every rank then raises as a `MismatchError`
     """
     text = {"error": str(error)[:1024]} if error is not None else account

@@ -1,7 +1,7 @@
-"""Ring attention: keys and values travel from rank to rank while each rank computes with what it has.
+"""Ring attention: keys and values travel from rank to rank while each rank computes with those that have arrived.
 
-A block of scores gives (o, LSE), and `merge` adds it to what the rank has so far. In backward, f32 gradients of keys
-and values travel one step behind the keys and values to which they belong.
+A block of scores gives (o, LSE), and `merge` adds it to the accumulated (o, LSE) of its rows. In backward, f32
+gradients of keys and values travel one step behind the keys and values to which they belong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._layout import Mask, blocks, hops, runs
 
 
 class Call(NamedTuple):
-    """What a ring computes, besides its tensors."""
+    """The description of a ring: everything besides its tensors."""
 
     group: Group
     # Chunks of the sequence that each rank of the group holds.
@@ -204,7 +204,7 @@ class _Carried:
         return self.own.views
 
     def add(self, step):
-        """Adds what the ranks before this one found, and sends the sum on."""
+        """Adds the gradients from the ranks before this one, and sends the sum on."""
         group = self.call.group
         if step:
             group.wait(self.waiting, f"passing gradients on, step {step} of {self.last}")
