@@ -15,9 +15,10 @@ backend of that name. `python -m fulgurite doctor` describes the
 machine.
 
 `fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` contain k-means, HDBSCAN, DBSCAN, nearest
-neighbours, PCA and truncated SVD under scikit-learn's names. `fulgurite.fla` has the gated delta rule under
-flash-linear-attention's names; `parallax_attention` and `lighthouse_attention` are other variants. `fulgurite.ops` has
-the registered operators over whole tensors.
+neighbours, PCA and truncated SVD under scikit-learn's names. `fulgurite.distributed` divides sequences among the ranks
+of torch.distributed; `fulgurite.shards` and `fulgurite.ray` divide rows among workers. `fulgurite.fla` has the gated
+delta rule under flash-linear-attention's names; `parallax_attention` and `lighthouse_attention` are other variants.
+`fulgurite.ops` has the registered operators over whole tensors.
 """
 
 from . import fla, ops
@@ -34,6 +35,7 @@ from .flash import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from .flash_attn_interface import register_as_flash_attn
 from .huggingface import register_with_diffusers, register_with_transformers
 from .insight import Counters, Explanation, attention_counters, explain
 from .kvcache import KvCache
@@ -89,6 +91,7 @@ __all__ = [
     "or_masks",
     "parallax_attention",
     "parallax_attention_backward",
+    "register_as_flash_attn",
     "register_with_diffusers",
     "register_with_transformers",
     "sageattn",

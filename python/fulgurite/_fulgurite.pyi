@@ -170,6 +170,10 @@ def assign(
     points: Any, centroids: Any, metric_name: str, threads: int | None, labels: Any | None, distances: Any | None
 ) -> float: ...
 
+def assign_and_sum(
+    points: Any, centroids: Any, metric_name: str, threads: int | None, labels: Any
+) -> tuple[bytes, list[int], float]: ...
+
 @final
 class Index:
     """Rows that can be searched, exactly or in inverted lists (their number, the seed and the steps of k-means)."""

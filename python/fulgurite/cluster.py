@@ -81,12 +81,40 @@ class KMeans(Estimator):
         self.labels_ = np.empty(points, np.int32)
         self.cluster_centers_ = np.empty((clusters, dim), np.float32)
         best.write(self.labels_, self.cluster_centers_)
+        self._seen = None
         self.inertia_, self.n_iter_, self.n_features_in_ = inertia, steps, dim
         return self
 
     def fit_predict(self, X, y=None):
         """The labels of `fit`."""
         return self.fit(X).labels_
+
+    def partial_fit(self, X, y=None):
+        """Moves the centroids towards a batch of rows: each becomes the mean of all rows that were assigned to it.
+
+        The first batch also chooses the first centroids, unless `fit` did. `labels_` and `inertia_` are those of the
+        batch.
+        """
+        import numpy as np
+
+        from .shards import ClusterSums, assign_and_sum, next_centroids
+
+        X = rows_of("X", X)
+        if getattr(self, "_seen", None) is None:
+            if getattr(self, "cluster_centers_", None) is None:
+                first = KMeans(**{**self.get_params(), "max_iter": 0, "n_init": 1, "batch_size": None}).fit(X)
+                self.cluster_centers_, self.n_features_in_, self.n_iter_ = first.cluster_centers_, X.shape[1], 0
+                counts = np.zeros(len(self.cluster_centers_), np.int64)
+            else:
+                counts = np.bincount(self.labels_, minlength=len(self.cluster_centers_))
+            self._seen = ClusterSums(None, self.cluster_centers_ * counts[:, None].astype(np.float64), counts, 0.0)
+        part = assign_and_sum(X, self.cluster_centers_, metric=self.metric, n_threads=self.n_threads)
+        seen = ClusterSums(None, self._seen.sums + part.sums, self._seen.counts + part.counts, 0.0)
+        self.cluster_centers_, _ = next_centroids(self.cluster_centers_, seen, metric=self.metric)
+        self._seen = seen
+        self.labels_, self.inertia_ = part.labels, part.inertia
+        self.n_iter_ += 1
+        return self
 
     def _assign(self, X, labels, distances):
         centers = self._fitted("cluster_centers_")

@@ -31,6 +31,27 @@ class _Components(Estimator):
         self.explained_variance_, self.explained_variance_ratio_ = np.array(variances), np.array(ratios)
         self.randomised_ = randomised
         self.n_components_, self.n_features_in_ = k, X.shape[1]
+        self._sketch = None
+        return self
+
+    def partial_fit(self, X, y=None):
+        """Finds components of all rows that `partial_fit` has had so far, from a sketch of them that it keeps, in f64.
+
+        A call of `fit` starts anew. `tol` has no effect.
+        """
+        from .shards import components, merge_sketches, sketch
+
+        own = sketch(X)
+        found = own if getattr(self, "_sketch", None) is None else merge_sketches([self._sketch, own])
+        values, vectors = components(found, self.n_components, centred=self._centred)
+        self._sketch = found
+        self.components_, self.singular_values_ = vectors, values
+        self.mean_ = found.mean.astype("float32") if self._centred else None
+        total = (found.centred**2).sum()
+        self.explained_variance_ = values**2 / max(found.count - 1, 1)
+        self.explained_variance_ratio_ = values**2 / total if total else values * 0
+        self.randomised_ = False
+        self.n_components_, self.n_features_in_ = self.n_components, len(found.mean)
         return self
 
     def transform(self, X):

@@ -46,7 +46,7 @@ mod _fulgurite {
     #[pymodule_export]
     use crate::gpu::Gpu;
     #[pymodule_export]
-    use crate::neighbors::{Clusters, Index, assign, dbscan, hdbscan, project, svd};
+    use crate::neighbors::{Clusters, Index, assign, assign_and_sum, dbscan, hdbscan, project, svd};
     #[pymodule_export]
     use crate::variants::{SkipCounts, Variant};
 

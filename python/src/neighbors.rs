@@ -8,6 +8,7 @@ use fulgurite::neighbors::{
 };
 use fulgurite_core::DataMut;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 use std::path::PathBuf;
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -202,6 +203,29 @@ pub fn assign(
         fill("distances", to, Values::F32(&far))?;
     }
     Ok(inertia)
+}
+
+/// The part of a shard in a step of k-means: writes labels (i32); returns sums as the bytes of f64, counts and inertia.
+#[pyfunction]
+pub fn assign_and_sum<'py>(
+    py: Python<'py>,
+    points: Any<'_, 'py>,
+    centroids: Any<'_, 'py>,
+    metric_name: &str,
+    threads: Option<usize>,
+    labels: Any<'_, 'py>,
+) -> PyResult<(Bound<'py, PyBytes>, Vec<u64>, f64)> {
+    let (array, own) = (Array::read("X", points)?, Array::read("centroids", centroids)?);
+    let (mut claims, metric) = (Claims::default(), metric(metric_name)?);
+    let rows = read("X", &array, &mut claims)?;
+    let own_rows = read("centroids", &own, &mut claims)?;
+    let points = Points::named("X", rows, shape("X", &array)?).map_err(refused)?;
+    let own = Points::named("centroids", own_rows, shape("centroids", &own)?).map_err(refused)?;
+    let model = KMeansModel::of(own, metric, options(threads)).map_err(refused)?;
+    let part = py.detach(|| model.assign_and_sum(points)).map_err(refused)?;
+    fill("labels", labels, Values::I32(&signed(&part.labels)))?;
+    let sums: Vec<u8> = part.sums.iter().flat_map(|sum| sum.to_ne_bytes()).collect();
+    Ok((PyBytes::new(py, &sums), part.counts, part.inertia))
 }
 
 /// Rows that can be searched, exactly or in inverted lists.

@@ -20,3 +20,13 @@ def judged():
 
     with judged():
         yield
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Processes of a gloo group, for tests of `fulgurite.distributed`."""
+    from ranks import Pool
+
+    made = Pool()
+    yield made
+    made.close()

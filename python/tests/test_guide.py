@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "docs/guide/python.md",
     "docs/guide/neighbors.md",
+    "docs/guide/distributed.md",
     "docs/guide/block-skipping.md",
     "docs/guide/gated-delta-rule.md",
     "docs/guide/lighthouse.md",

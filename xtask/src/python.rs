@@ -6,7 +6,18 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const FOR_TESTS: &[&str] = &["numpy", "pytest"];
-const FOR_TORCH: &[&str] = &["numpy", "pytest", "torch", "transformers", "jax", "scikit-learn", "hdbscan"];
+const FOR_TORCH: &[&str] = &[
+    "numpy",
+    "pytest",
+    "torch",
+    "transformers",
+    "jax",
+    "scikit-learn",
+    "hdbscan",
+    "ray[data]",
+    "ring-flash-attn",
+    "yunchang",
+];
 const FOR_WHEELS: &[&str] = &["maturin>=1.16,<2"];
 /// A wheel that is larger was built with something that does not belong in it.
 const WHEEL_BYTES: u64 = 10_000_000;

@@ -37,7 +37,7 @@ pub use error::Error;
 pub use fulgurite_cpu::{Isa, Options};
 pub use hdbscan::{Hdbscan, HdbscanModel, TreeEdge};
 pub use ivf::{Ivf, IvfIndex};
-pub use kmeans::{Init, KMeans, KMeansModel, Progress};
+pub use kmeans::{ClusterSums, Init, KMeans, KMeansModel, Progress};
 pub use knn::{NeighborIndex, Neighbors};
 pub use points::{Metric, Points};
 pub use rows::{FileRows, RowSource};

@@ -1,7 +1,7 @@
 //! k-means against the plain f64 definition.
 
 use fulgurite_core::random::Rng;
-use fulgurite_neighbors::{Error, Init, Isa, KMeans, Metric, Options, Points, oracle};
+use fulgurite_neighbors::{Error, Init, Isa, KMeans, KMeansModel, Metric, Options, Points, oracle};
 
 fn random(rng: &mut Rng, n: usize, d: usize, center: f64) -> Vec<f32> {
     rng.normals(n * d, 1.0).iter().map(|x| (x + center) as f32).collect()
@@ -45,6 +45,41 @@ fn labels_and_means_are_the_oracles_on_every_instruction_set() {
             }
         }
     }
+}
+
+#[test]
+fn the_part_of_a_shard_is_the_step_of_its_points() {
+    let mut rng = Rng::new(29);
+    let (n, d, k) = (900, 11, 13);
+    let data = random(&mut rng, n, d, 3.0);
+    let points = Points::new(&data, [n, d]).unwrap();
+    for metric in Metric::ALL {
+        let first = points.part(5, k);
+        let fit = KMeans::new(k).metric(metric).init(Init::Given(first)).max_steps(1).tolerance(0.0);
+        let fitted = fit.fit(points).unwrap();
+        let mut all = Vec::new();
+        for threads in [1, 3] {
+            let options = Options { threads: Some(threads), ..Options::default() };
+            let model = KMeansModel::of(first, metric, options).unwrap();
+            let part = model.assign_and_sum(points).unwrap();
+            assert_eq!(part.labels, model.predict(points).unwrap());
+            assert_eq!(part.inertia.to_bits(), model.inertia_of(points).unwrap().to_bits());
+            assert_eq!(part.counts.iter().sum::<u64>(), n as u64);
+            if metric != Metric::Cosine {
+                // The centroids of the next step; a cluster without points keeps its own.
+                for (c, (sum, &count)) in part.sums.chunks(d).zip(&part.counts).enumerate() {
+                    let mean: Vec<f32> = sum.iter().map(|s| (s / count as f64) as f32).collect();
+                    let want = if count == 0 { first.row(c) } else { &mean };
+                    assert_eq!(&fitted.centroids()[c * d..(c + 1) * d], want, "{metric:?} {c}");
+                }
+            }
+            all.push((part.labels, part.sums, part.counts));
+        }
+        assert_eq!(all[0], all[1]);
+    }
+    let model = KMeansModel::of(points.part(0, k), Metric::Euclidean, Options::default()).unwrap();
+    let other = Points::new(&data[..20], [2, 10]).unwrap();
+    assert!(matches!(model.assign_and_sum(other), Err(Error::Columns { .. })), "{:?}", model.assign_and_sum(other));
 }
 
 #[test]

@@ -230,6 +230,19 @@ pub struct KMeansModel {
     made: Made,
 }
 
+/// The part of a shard in a step of k-means, from [`KMeansModel::assign_and_sum`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct ClusterSums {
+    /// The cluster of each point.
+    pub labels: Vec<u32>,
+    /// The sum of the points of each cluster, `[clusters, dim]`, in f64 and in an order that the points alone decide.
+    pub sums: Vec<f64>,
+    /// The number of points of each cluster.
+    pub counts: Vec<u64>,
+    /// The inertia of the points.
+    pub inertia: f64,
+}
+
 impl std::fmt::Debug for KMeansModel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut out = f.debug_struct("KMeansModel");
@@ -304,6 +317,27 @@ impl KMeansModel {
     pub fn transform(&self, points: Points<'_>) -> Result<Vec<f32>, Error> {
         let points = points.of_dim("points", self.d)?.with_angles("points", self.made.metric)?;
         Ok(self.assign().distances(points, &self.centroids))
+    }
+
+    /// The labels of a shard of points, and its part of a step: sums, counts and inertia.
+    ///
+    /// A step over all points takes the parts of all shards, added in the order of the shards.
+    ///
+    /// ```
+    /// use fulgurite_neighbors::{Error, KMeansModel, Metric, Options, Points};
+    /// let centroids = Points::new(&[0.0, 10.0], [2, 1])?;
+    /// let model = KMeansModel::of(centroids, Metric::Euclidean, Options::default())?;
+    /// let part = model.assign_and_sum(Points::new(&[7.0, 2.0, 9.0], [3, 1])?)?;
+    /// assert_eq!((part.labels, part.sums, part.counts, part.inertia), (vec![1, 0, 1], vec![2.0, 16.0], vec![1, 2], 14.0));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn assign_and_sum(&self, points: Points<'_>) -> Result<ClusterSums, Error> {
+        let labels = self.predict(points)?;
+        let mut update = Update::new(self.clusters(), self.d);
+        update.add(&self.made.scanner, points, &labels);
+        let (sums, counts) = update.into_parts();
+        let inertia = self.assign().inertia(points, &self.centroids, &labels);
+        Ok(ClusterSums { labels, sums, counts, inertia })
     }
 
     /// [`inertia`](Self::inertia) of other points.

@@ -59,6 +59,11 @@ impl Update {
         }
     }
 
+    /// The sums, one cluster behind the other, and the counts.
+    pub fn into_parts(self) -> (Vec<f64>, Vec<u64>) {
+        (self.sums, self.counts)
+    }
+
     /// Means become centroids; a cluster without points keeps its own. Returns how far they moved, as the root of the sum
     /// of squares.
     pub fn finish(self, centroids: &mut [f32], metric: Metric) -> f64 {
