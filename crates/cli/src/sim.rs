@@ -37,7 +37,7 @@ impl Results {
             version: env!("CARGO_PKG_VERSION"),
             kernel: args.name.clone(),
             problem: problem.to_owned(),
-            ctas: report.blocks.into(),
+            ctas: report.blocks,
             seed: args.seed,
             findings: report.findings.iter().map(ToString::to_string).collect(),
             roles: report.roles.iter().map(role).collect(),
