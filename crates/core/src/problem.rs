@@ -382,6 +382,11 @@ impl ProblemBuilder {
         self.mask = self.mask.and(mask);
         self
     }
+    /// Widens the windows of the masks so far, as [`Mask::reaching`] does.
+    pub fn windows_reaching(mut self, keys: i64) -> Self {
+        self.mask = self.mask.reaching(keys);
+        self
+    }
     /// Applies cap * tanh(score / cap), before every other modifier.
     pub fn softcap(mut self, cap: f32) -> Self {
         self.softcap = Some(cap);

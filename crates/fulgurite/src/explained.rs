@@ -239,8 +239,7 @@ fn units(
         // Add `q_len` keys, because a causal mask may hide that many.
         let k_len = blocks * cols as usize + if is_decode { 0 } else { q_len };
         // A window narrower than the runs would make them equal: let it reach all keys, and keep its mask code.
-        let mask = problem.mask().reaching(k_len as i64);
-        let small = builder.clone().mask(mask).heads(group, 1).dense(1, q_len, k_len).build()?;
+        let small = builder.clone().windows_reaching(k_len as i64).heads(group, 1).dense(1, q_len, k_len).build()?;
         // Use the tile configuration of the whole problem, not that of a short sequence.
         let forward = tables.forward.clone().as_for(ForwardPlan::keys_seen(problem));
         let tables = Tables { forward, ..tables.clone() };

@@ -101,8 +101,8 @@ fn any_problem_is_planned_or_refused() {
     assert!(planned >= 4 && refused >= 40, "{planned} planned, {refused} refused");
 }
 
-/// A configuration whose numbers are replaced by any others, if its text is one.
-fn altered<T: TileConfig>(rng: &mut Rng, config: T) -> Option<T> {
+/// A configuration whose numbers are replaced by any others, or why its text is none.
+fn altered<T: TileConfig>(rng: &mut Rng, config: T) -> Result<T, String> {
     let numbers = ["0", "1", "3", "8", "48", "64", "80", "128", "240", "100000", "4294967295"];
     let number = |rng: &mut Rng, text: &str| match text.parse::<u32>() {
         Ok(_) if rng.range(0..3) == 0 => pick(rng, &numbers).to_owned(),
@@ -117,7 +117,7 @@ fn altered<T: TileConfig>(rng: &mut Rng, config: T) -> Option<T> {
     };
     let text = config.to_string();
     let entries: Vec<String> = text.split(' ').map(|part| entry(rng, part)).collect();
-    entries.join(" ").parse().ok()
+    entries.join(" ").parse::<T>().map_err(|e| e.to_string())
 }
 
 /// Profiles are files that people edit: every configuration in one is planned or refused.
@@ -130,8 +130,13 @@ fn any_configuration_of_a_profile_is_planned_or_refused() {
         let problem = Problem::builder().heads(2, 1).head_dim(dim).dtype(DType::Bf16).mask(Mask::causal());
         let tables = gpu::Tables::default();
         let (forward, backward) = (tables.forward.find(dim as u32, 300), tables.backward.find(dim as u32, 300));
-        let (Some(forward), Some(backward)) = (altered(&mut rng, forward), altered(&mut rng, backward)) else {
-            continue;
+        let (forward, backward) = match (altered(&mut rng, forward), altered(&mut rng, backward)) {
+            (Ok(forward), Ok(backward)) => (forward, backward),
+            (Err(why), _) | (_, Err(why)) => {
+                assert!(!why.is_empty());
+                refused += 1;
+                continue;
+            }
         };
         let tables = gpu::Tables { forward: ConfigTable::of(forward), backward: ConfigTable::of(backward) };
         let sizes = [1, 65, 130];
