@@ -4,3 +4,4 @@ mod circles;
 mod crates;
 mod environment;
 mod machines;
+mod sizes;

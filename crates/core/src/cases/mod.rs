@@ -3,6 +3,7 @@
 //! A [`Case`] owns a problem and all tensors of a forward and a backward call. [`cases`] is the table; [`random`] draws
 //! any number of mixtures for long runs. Both are equal on every machine.
 
+mod drawn;
 mod recipe;
 mod table;
 pub mod variants;
@@ -14,7 +15,8 @@ use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorView};
 use std::fmt;
 
-pub use table::{FEATURES, NOT_ON_GPU, SEEDS, cases, random, random_nonfinite};
+pub use drawn::{SEEDS, random, random_nonfinite};
+pub use table::{FEATURES, NOT_ON_GPU, cases};
 
 /// A tensor with the strides under which it is passed.
 #[derive(Debug, Clone)]

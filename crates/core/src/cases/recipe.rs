@@ -4,7 +4,7 @@ use super::{Case, Stored};
 use crate::block::{BlockMask, BlockSpec};
 use crate::dtype::DType;
 use crate::expr::AuxSpec;
-use crate::inputs::Bound;
+use crate::inputs::{Bound, Sequence};
 use crate::mask::{DOCUMENTS_K, DOCUMENTS_Q, PREFIX_LENGTHS};
 use crate::problem::{ALIBI_SLOPES, Problem, ProblemBuilder, Side};
 use crate::random::Rng;
@@ -206,7 +206,7 @@ impl Recipe {
         match self.poison {
             None => {}
             Some(poison @ (Poison::Padding | Poison::Hidden)) => {
-                let (queries, keys) = unseen(&case.bound(), poison);
+                let [queries, keys] = unseen(&case.bound(), poison);
                 for (stored, rows) in [(&mut case.q, &queries), (&mut case.d_o, &queries)] {
                     spoil(stored, rows, f64::NAN);
                 }
@@ -214,7 +214,7 @@ impl Recipe {
                 spoil(&mut case.v, &keys, f64::INFINITY);
             }
             Some(Poison::Denied(operand)) => {
-                let (queries, keys) = denied(&case.bound());
+                let [queries, keys] = denied(&case.bound());
                 let (stored, rows) = match operand {
                     Operand::Query => (&mut case.q, queries),
                     Operand::Key => (&mut case.k, keys),
@@ -320,10 +320,25 @@ fn with_blocks(case: Case, blocks: Blocks, builder: ProblemBuilder, rng: &mut Rn
     Case { problem, block_mask: Some(mask.unwrap_or_else(|e| panic!("case {}: {e}", case.name))), ..case }
 }
 
-/// For each row of q, and for each row and head of k, whether nothing may read it; flat, with heads innermost.
-fn unseen(bound: &Bound<'_>, poison: Poison) -> (Vec<bool>, Vec<bool>) {
+/// One query of one head, and where it lies among the rows of q and k.
+struct Query<'a> {
+    sequence: &'a Sequence,
+    head: usize,
+    number: usize,
+    /// Index among the rows and heads of q.
+    row: usize,
+    /// Indices of the sequence's keys among the rows and heads of k.
+    key_rows: Vec<usize>,
+}
+
+/// For each row and head of q and of k whether `mark` marks it; flat, with heads innermost. `mark` gets the marks of q and k.
+fn marked(
+    bound: &Bound<'_>,
+    start: bool,
+    mut mark: impl FnMut(&Query<'_>, &mut [bool], &mut [bool]),
+) -> [Vec<bool>; 2] {
     let problem = bound.problem();
-    let rows = |shape: Vec<usize>| vec![true; shape[..shape.len() - 1].iter().product()];
+    let rows = |shape: Vec<usize>| vec![start; shape[..shape.len() - 1].iter().product()];
     let (mut queries, mut keys) = (rows(problem.q_shape()), rows(problem.k_shape()));
     // A tensor with one element per row and head gives the position of each row.
     let places = |shape: Vec<usize>, sequence, side| {
@@ -333,46 +348,42 @@ fn unseen(bound: &Bound<'_>, poison: Poison) -> (Vec<bool>, Vec<bool>) {
     for sequence in bound.sequences() {
         let q_rows = places(problem.q_shape(), sequence, Side::Query);
         let k_rows = places(problem.k_shape(), sequence, Side::Key);
-        for h in 0..problem.q_heads() {
-            for q in 0..sequence.q_len {
-                queries[q_rows.at(q, h)] = false;
-                let read = match poison {
-                    Poison::Hidden => walk::visible(bound, sequence, h, q),
-                    _ => (0..sequence.k_len).collect(),
-                };
-                for k in read {
-                    keys[k_rows.at(k, h / problem.group())] = false;
-                }
+        for head in 0..problem.q_heads() {
+            for number in 0..sequence.q_len {
+                let key_rows = (0..sequence.k_len).map(|k| k_rows.at(k, head / problem.group())).collect();
+                let query = Query { sequence, head, number, row: q_rows.at(number, head), key_rows };
+                mark(&query, &mut queries, &mut keys);
             }
         }
     }
-    (queries, keys)
+    [queries, keys]
+}
+
+/// For each row of q, and for each row and head of k, whether nothing may read it.
+fn unseen(bound: &Bound<'_>, poison: Poison) -> [Vec<bool>; 2] {
+    marked(bound, true, |query, queries, keys| {
+        queries[query.row] = false;
+        match poison {
+            Poison::Hidden => {
+                for k in walk::visible(bound, query.sequence, query.head, query.number) {
+                    keys[query.key_rows[k]] = false;
+                }
+            }
+            _ => query.key_rows.iter().for_each(|&row| keys[row] = false),
+        }
+    })
 }
 
 /// For each row of q, whether some key of its sequence is hidden from it; for each row and head of k, whether it is
-/// hidden from some query. Both are flat, with heads innermost.
-fn denied(bound: &Bound<'_>) -> (Vec<bool>, Vec<bool>) {
-    let problem = bound.problem();
-    let rows = |shape: Vec<usize>| vec![false; shape[..shape.len() - 1].iter().product()];
-    let (mut queries, mut keys) = (rows(problem.q_shape()), rows(problem.k_shape()));
-    let places = |shape: Vec<usize>, sequence, side| {
-        let shape = [&shape[..shape.len() - 1], &[1]].concat();
-        walk::packed_layout(bound, &shape, sequence, side)
-    };
-    for sequence in bound.sequences() {
-        let q_rows = places(problem.q_shape(), sequence, Side::Query);
-        let k_rows = places(problem.k_shape(), sequence, Side::Key);
-        for h in 0..problem.q_heads() {
-            for q in 0..sequence.q_len {
-                let seen = walk::visible(bound, sequence, h, q);
-                queries[q_rows.at(q, h)] |= seen.len() < sequence.k_len;
-                for k in (0..sequence.k_len).filter(|k| seen.binary_search(k).is_err()) {
-                    keys[k_rows.at(k, h / problem.group())] = true;
-                }
-            }
+/// hidden from some query.
+fn denied(bound: &Bound<'_>) -> [Vec<bool>; 2] {
+    marked(bound, false, |query, queries, keys| {
+        let seen = walk::visible(bound, query.sequence, query.head, query.number);
+        queries[query.row] |= seen.len() < query.sequence.k_len;
+        for k in (0..query.sequence.k_len).filter(|k| seen.binary_search(k).is_err()) {
+            keys[query.key_rows[k]] = true;
         }
-    }
-    (queries, keys)
+    })
 }
 
 /// An infinity in q or k makes a score NaN or infinite depending on how a product is formed (in parts or not). Only NaN
