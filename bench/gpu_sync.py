@@ -1,7 +1,10 @@
-"""Forward attention by mma.sync beside FlashAttention-2 (torch's flash backend), in one process on any GPU since Ampere.
+"""Attention and its gradients by mma.sync beside FlashAttention-2 (torch's flash backend), in one process on any GPU since
+Ampere.
 
     python python/build.py && python bench/gpu_sync.py check grid models
     python bench/gpu_sync.py tune --dims 64 128
+    python bench/gpu_sync.py check-backward backward models-backward
+    python bench/gpu_sync.py tune-backward --dims 64 128 256
 
 `check` compares with float32, `grid` has square problems, `models` the shapes of known models, and `tune` races tile
 configurations against each other. Every line is a ratio of medians in one run; above 1 we are faster.
@@ -95,15 +98,94 @@ def check():
     print("check: 60 random problems agree with float64")
 
 
+BACKWARD = {
+    64: ["", "rows=64 depth=4", "rows=128 depth=3", "share=warps16 rows=64 depth=4", "share=warps16 rows=64 depth=3"],
+    128: ["", "depth=3", "share=warps16 depth=4", "share=warps16 depth=3"],
+    256: ["", "depth=3", "depth=4"],
+}
+
+
+def backward_cell(name, sizes, causal, rounds, results, tuning=("",), **options):
+    """Races our gradients, with each tile configuration, against FlashAttention-2."""
+    batch, length, heads, kv_heads, dim = sizes
+    q, k, v = tensors(*sizes)
+    d_o, out = torch.randn_like(q), tuple(torch.empty_like(x) for x in (q, k, v))
+    o, lse = fulgurite.attention(q, k, v, causal=causal, engine=ENGINE, return_lse=True, **options)
+    calls = {}
+    for text in tuning:
+
+        def ours(text=text, engine=ENGINE):
+            _describe.backward_tuning = text
+            fulgurite.attention_backward(d_o, q, k, v, o, lse, causal=causal, out=out, engine=engine, **options)
+            _describe.backward_tuning = ""
+
+        try:
+            ours()
+        except Exception as e:
+            _describe.backward_tuning = ""
+            print(f"{name}: {text}: {e}")
+            continue
+        calls[text or "ours"] = ours
+    if not options:
+        leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            theirs = scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=heads != kv_heads)
+        calls["flash2"] = functools.partial(torch.autograd.grad, theirs, leaves, d_o.transpose(1, 2), retain_graph=True)
+    calls["wgmma"] = lambda: ours(text="", engine="cuda")
+    ms = race(calls, rounds)
+    pairs = length * (length + 1) / 2 if causal else length * length
+    rate = {who: 10 * batch * heads * dim * pairs / t / 1e9 for who, t in ms.items()}
+    best = max((who for who in rate if who not in ("flash2", "wgmma")), key=rate.get, default=None)
+    ratio = rate[best] / rate["flash2"] if best and "flash2" in rate else math.nan
+    print(f"{name}: " + ", ".join(f"{who} {x:.0f}" for who, x in rate.items()) + f" TFLOP/s; {best} / flash2 {ratio:.3f}", flush=True)
+    results.append({"name": name, "tflops": rate, "best": best, "ratio": ratio})
+    return ratio
+
+
+def check_backward(count=60):
+    """Gradients of random problems against float64 on the same inputs, and the bits of two runs."""
+    rng = torch.Generator().manual_seed(2)
+    worst = 0.0
+    for _ in range(count):
+        pick = lambda *xs: xs[int(torch.randint(len(xs), (1,), generator=rng))]  # noqa: E731
+        batch, group, kv_heads, dim = pick(1, 2, 3), pick(1, 2, 5), pick(1, 2, 3), pick(16, 40, 64, 72, 96, 128, 160, 192, 256)
+        q_len, k_len, causal, dtype = pick(1, 63, 64, 129, 300, 1000), pick(1, 31, 64, 200, 777, 2000), pick(True, False), pick(torch.bfloat16, torch.float16)
+        q = torch.randn(batch, q_len, group * kv_heads, dim, device="cuda").to(dtype).requires_grad_()
+        k, v = (torch.randn(batch, k_len, kv_heads, dim, device="cuda").to(dtype).requires_grad_() for _ in range(2))
+        d_o = torch.randn_like(q)
+        o = fulgurite.attention(q, k, v, causal=causal, engine=ENGINE)
+        ours, again = (torch.autograd.grad(o, (q, k, v), d_o, retain_graph=True) for _ in range(2))
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        wq, wk, wv = wide[0].transpose(1, 2), *(x.repeat_interleave(group, 2).transpose(1, 2) for x in wide[1:])
+        scores = wq @ wk.mT / math.sqrt(dim)
+        if causal:
+            seen = torch.ones(q_len, k_len, device="cuda", dtype=torch.bool).tril(k_len - q_len)
+            scores = scores.masked_fill(~seen, -1e300)
+            p = scores.softmax(-1).masked_fill(~seen, 0.0)
+        else:
+            p = scores.softmax(-1)
+        want = torch.autograd.grad((p @ wv).transpose(1, 2), wide, d_o.double())
+        eps = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-11
+        for name, x, y, z in zip("qkv", ours, again, want):
+            error = ((x.double() - z).abs().max() / max(z.abs().max().item(), 1e-3)).item() / eps
+            worst = max(worst, error)
+            assert error < 8, (name, q.shape, k.shape, causal, dtype, error)
+            assert name == "q" or torch.equal(x, y), (name, q.shape, k.shape, "two runs differ")
+    print(f"check-backward: {count} random problems agree with float64 (worst {worst:.2f} units of rounding of the largest element); d_k and d_v have the same bits twice")
+
+
 def geomean(ratios):
     ratios = [r for r in ratios if not math.isnan(r)]
     if ratios:
         print(f"{len(ratios)} cells: lowest {min(ratios):.3f}, geometric mean {math.exp(statistics.fmean(map(math.log, ratios))):.3f}")
 
 
+PARTS = ("check", "grid", "models", "tune", "check-backward", "backward", "models-backward", "tune-backward")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("check", "grid", "models", "tune"))
+    parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384])
     parser.add_argument("--rounds", type=int, default=8)
@@ -118,6 +200,27 @@ def main():
             fits = [t for t in tuning if shared(t, dim) <= 99 * 1024 and not ("blocks=2" in t and registers(t, dim) > 250)]
             heads = max(1, 2048 // dim)
             cell(f"tune d {dim} causal {causal}", (4, 4096, heads, heads, dim), causal, args.rounds, results, fits)
+    if "check-backward" in args.parts:
+        check_backward()
+    if "tune-backward" in args.parts:
+        for dim, causal in itertools.product(args.dims, (False, True)):
+            heads = max(1, 2048 // dim)
+            size = (4, 4096, heads, heads, dim)
+            backward_cell(f"tune-backward d {dim} causal {causal}", size, causal, args.rounds, results, BACKWARD.get(dim, [""]))
+    if "backward" in args.parts:
+        grid = itertools.product(args.dims, args.lengths, (False, True))
+        sizes = ((f"backward d {d} {n} causal {c}", (16384 // n, n, 2048 // d, 2048 // d, d), c) for d, n, c in grid)
+        geomean([backward_cell(name, size, causal, args.rounds, results) for name, size, causal in sizes])
+    if "models-backward" in args.parts:
+        ratios = []
+        for model in MODELS:
+            if model.sinks:
+                continue
+            options = {} if model.window is None else {"window": (model.window, 0)}
+            options |= {"softcap": model.softcap} if model.softcap else {}
+            size = (model.batch, model.length, model.heads, model.kv_heads, model.dim)
+            ratios.append(backward_cell(f"backward {model.text()}", size, True, args.rounds, results, **options))
+        geomean(ratios)
     if "grid" in args.parts:
         grid = itertools.product(args.dims, args.lengths, (False, True))
         sizes = ((f"d {d} {n} causal {c}", (16384 // n, n, 2048 // d, 2048 // d, d), c) for d, n, c in grid)

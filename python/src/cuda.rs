@@ -8,7 +8,7 @@ use crate::description::{Description, Role};
 use crate::foreign;
 use fulgurite::gpu::{
     self, Backward, BackwardOptions, DeviceSpan, Forward, ForwardOptions, Gpu, Options, ProfileSource, Stream,
-    TensorOperator,
+    TensorOperator, TensorUnit,
 };
 use fulgurite::{BlockLists, Choice, DType, Error, Inputs, Problem, Saved, TensorView, TensorViewMut};
 use fulgurite_core::tensor::MAX_RANK;
@@ -174,6 +174,14 @@ pub fn apply(
     on_stream(&session, object, number, |stream| session.apply(operator, &views, &mut output, stream))
 }
 
+/// The tensor unit that a choice asks for.
+fn unit(choice: Choice) -> Option<TensorUnit> {
+    match choice {
+        Choice::CudaUnit(unit) => Some(unit),
+        _ => None,
+    }
+}
+
 /// Computes o, and the LSE if requested, on the current stream of q's library.
 pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
     let &Call { description, problem, object, .. } = call;
@@ -189,10 +197,7 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
         config: description.tuning,
         sync_config: description.sync_tuning,
         lse: lse.is_some(),
-        unit: match description.choice {
-            Choice::CudaUnit(unit) => Some(unit),
-            _ => None,
-        },
+        unit: unit(description.choice),
     };
     let (session, prepared) = object.py().detach(|| -> PyResult<_> {
         let session = session(number)?;
@@ -244,7 +249,8 @@ pub fn backward(
         return on_stream(&session, object, call.number(), |stream| session.run_call(&checked, stream));
     }
     let number = call.number();
-    let options = BackwardOptions { d_lse: d_lse.is_some(), order: description.order, config: None };
+    let unit = unit(description.choice);
+    let options = BackwardOptions { d_lse: d_lse.is_some(), order: description.order, config: None, unit };
     let (session, prepared) = object.py().detach(|| -> PyResult<_> {
         let session = session(number)?;
         let options = changed(&session, problem, options, description.backward.as_deref())?;

@@ -31,7 +31,7 @@ use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, Example
 use fulgurite_kernels::tensor_operator::{Call, Operand, TensorOperator, TensorProblem};
 use fulgurite_kernels::tensor_type::TensorType;
 use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Span as GlobalSpan, Stream};
-use fulgurite_ptx::{BuildError, Major, bf16, f16};
+use fulgurite_ptx::{Arch, BuildError, Major, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -265,7 +265,12 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
         Example::Tensors(operator) => maker.tensors(operator),
         Example::Product { number, layouts } => maker.gemm(number, layouts, None),
         Example::SyncProduct { number, layouts } => maker.gemm(number, layouts, Some(SyncGemm { number, layouts })),
-        Example::Attention { problem, part: AttentionPart::Backward { launch } } => maker.backward(problem, launch),
+        Example::Attention { problem, part: AttentionPart::Backward { launch } } => {
+            maker.backward(problem, launch, |of, _| BackwardPlan::new(of, false, Adding::Any))
+        }
+        Example::Attention { problem, part: AttentionPart::BackwardSync { launch } } => {
+            maker.backward(problem, launch, |of, arch| BackwardPlan::mma_sync(of, (false, Adding::Any), arch))
+        }
         Example::Attention { problem, part } => maker.forward(problem, part),
     }
 }
@@ -448,11 +453,16 @@ impl Maker<'_> {
 
     /// One of the kernels of the gradients, after those before it have run. o and the LSE are random too: the values of
     /// the gradients do not matter here, as long as they are finite.
-    fn backward(&mut self, example: AttentionExample, at: usize) -> Result<Prepared, SimError> {
+    fn backward(
+        &mut self,
+        example: AttentionExample,
+        at: usize,
+        plan: impl FnOnce(&Problem, Arch) -> Result<BackwardPlan, NoKernel>,
+    ) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, .. } = self.sizes;
         let number = example.number;
         let (problem, words) = self.problem(&example)?;
-        let plan = BackwardPlan::new(&problem, false, Adding::Any)?;
+        let plan = plan(&problem, self.device.target().arch)?;
         let kernels = plan.kernels(self.device.target())?;
         let [of_q, of_k, ..] = self.shapes(&problem);
         // q, k, v, o, d_o, d_q, d_k, d_v.

@@ -1,7 +1,8 @@
 //! The table of cases through the simulated GPU, forward and backward: every feature, judged by the tolerance rule.
 
 use fulgurite::gpu::Arch;
-use fulgurite::{Choice, DType, Engine, Error, Run, engine};
+use fulgurite::gpu::Order;
+use fulgurite::{Choice, DType, Engine, Error, Inputs, Problem, Run, Settings, Tensor, engine, engine_with};
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare::{check_backward, check_forward};
 use fulgurite_core::{Precision, Saved, oracle};
@@ -112,22 +113,56 @@ fn gradients_of_the_table_are_right() {
     assert_eq!(ran, table.len() - REFUSED_BACKWARD);
 }
 
+/// The gradients of every GPU since Ampere.
+#[test]
+fn gradients_of_the_table_are_right_by_mma_sync() {
+    let table = table_without(cases::NOT_ON_GPU);
+    let (ran, wrong) = run_on(Choice::SimArch(Arch::SM_80), &table, judge_gradients);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_eq!(ran, table.len() - REFUSED_BACKWARD);
+}
+
 /// Random mixtures of shapes and features, most of which kernels have: more of them with `FULGURITE_LONG`.
-fn random_problems(judge: impl Fn(&dyn Engine, &Case) -> Verdict + Sync) {
+fn random_problems(choice: Choice, judge: impl Fn(&dyn Engine, &Case) -> Verdict + Sync) {
     let drawn = (0..).map(|seed| cases::random(seed, if seed % 2 == 0 { DType::Bf16 } else { DType::F16 }));
     let [all, most] = if std::env::var_os("FULGURITE_LONG").is_some() { [140, 100] } else { [8, 4] };
     let cases: Vec<Case> = drawn.take(all).collect();
-    let (ran, wrong) = run(&cases, judge);
+    let (ran, wrong) = run_on(choice, &cases, judge);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert!(ran >= most, "{ran} of {all} ran");
 }
 
 #[test]
 fn outputs_of_random_problems_are_right() {
-    random_problems(judge_forward);
+    random_problems(Choice::Sim, judge_forward);
 }
 
 #[test]
 fn gradients_of_random_problems_are_right() {
-    random_problems(judge_gradients);
+    random_problems(Choice::Sim, judge_gradients);
+}
+
+#[test]
+fn gradients_of_random_problems_are_right_by_mma_sync() {
+    random_problems(Choice::SimArch(Arch::SM_86), judge_gradients);
+}
+
+/// What gradients by `mma.sync` lack is refused by name before anything runs.
+#[test]
+fn missing_gradients_of_mma_sync_are_refused_by_name() {
+    let refused = |arch: Arch, head_dim: usize, order: Order| {
+        let problem = Problem::builder().dense(1, 8, 8).heads(1, 1).head_dim(head_dim).dtype(DType::Bf16).build();
+        let problem = problem.unwrap();
+        let settings = Settings::default().order(order);
+        let sim = engine_with(Choice::SimArch(arch), &settings).unwrap();
+        let zeros = |shape: &[usize]| Tensor::zeros(DType::Bf16, shape).unwrap();
+        let (q, lse) = (zeros(&problem.q_shape()), Tensor::zeros(DType::F32, &problem.lse_shape()).unwrap());
+        let inputs = Inputs::new(q.view(), q.view(), q.view());
+        let saved = Saved { o: q.view(), lse: lse.view(), d_o: q.view(), d_lse: None };
+        sim.backward(&problem, &inputs, &saved, &Run::default()).unwrap_err().to_string()
+    };
+    let fixed = refused(Arch::SM_80, 64, Order::Fixed);
+    assert!(fixed.contains("gradients in a fixed order by mma.sync"), "{fixed}");
+    let room = refused(Arch::SM_86, 256, Order::Any);
+    assert!(room.contains("backward of head dims 256 and 256 in 99 KB of shared memory by mma.sync"), "{room}");
 }

@@ -116,15 +116,7 @@ pub struct Memory {
     pub copies: Option<(Copying, Span)>,
 }
 
-/// Gradients multiply by `wgmma`.
-fn check_wgmma(target: Target) -> Result<(), NoKernel> {
-    match target.arch.tensor {
-        TensorUnit::Wgmma => Ok(()),
-        _ => Err(NoKernel { feature: format!("gradients for sm_{} (it has them for sm_90)", target.sm()) }),
-    }
-}
-
-/// The unit that multiplies matrices in forward attention: the fastest one of the target for which there are kernels,
+/// The unit that multiplies matrices in attention and its gradients: the fastest one of the target for which there are kernels,
 /// unless the caller asks for another one.
 pub fn forward_unit(target: Target, asked: Option<TensorUnit>) -> Result<TensorUnit, NoKernel> {
     let own = match target.arch.tensor {
@@ -295,6 +287,8 @@ pub struct BackwardOptions {
     pub order: Order,
     /// Tile configuration; `None` means the one from the tables.
     pub config: Option<BackwardConfig>,
+    /// The unit that multiplies matrices; `None` means the fastest one of the GPU for which there are kernels.
+    pub unit: Option<TensorUnit>,
 }
 
 impl Operator for Backward {
@@ -308,9 +302,11 @@ impl Operator for Backward {
         target: Target,
         tables: &Tables,
     ) -> Result<BackwardPlan, Refusal> {
-        check_wgmma(target)?;
         let pass = (options.d_lse, options.order);
-        let plan = BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?;
+        let plan = match forward_unit(target, options.unit)? {
+            TensorUnit::Wgmma => BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?,
+            _ => BackwardPlan::mma_sync(problem, pass, target.arch)?,
+        };
         let Some(config) = options.config else { return Ok(plan) };
         plan.takes(&config)?;
         Ok(plan.with_config(config))

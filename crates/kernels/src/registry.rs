@@ -15,7 +15,8 @@ mod example;
 pub use example::{AttentionExample, AttentionPart, Example, Feature};
 
 use crate::add::VECTOR_ADD;
-use crate::attention::backward::BackwardConfig;
+use crate::attention::backward::plan::BackwardPlan;
+use crate::attention::backward::{BackwardConfig, Order};
 use crate::attention::decode::DecodeConfig;
 use crate::attention::forward::config::ForwardConfig;
 use crate::attention::{backward, decode, forward};
@@ -82,7 +83,7 @@ macro_rules! entry {
 /// Every kernel, in the order in which they are listed.
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
-    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC].concat())
+    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC, BACKWARD_SYNC].concat())
 }
 
 /// Operand layouts in the letters of BLAS, for row-major matrices: `t` means transposed.
@@ -221,6 +222,54 @@ const MMA_SYNC: &[Entry] = planned! {
     256 Sinks "sinks" "window and sinks";
     256 Packed "packed" "packed sequences under a causal mask";
     256 Blocks "blocks" "block mask over a causal one";
+};
+
+/// The main kernel of the gradients by `mma.sync`, planned for a call of 2 x 2048 tokens.
+fn planned_gradients(target: Target, example: AttentionExample) -> Result<Kernel, BuildError> {
+    let problem = example.problem([2, 2048, 2048], [16, 4]).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
+    let plan = BackwardPlan::mma_sync(&problem, (false, Order::Any), target.arch);
+    let kernels = plan.unwrap_or_else(|e| panic!("bug in fulgurite: no {e}")).kernels(target)?;
+    Ok(kernels.main.as_ref().clone())
+}
+
+/// Entries of the gradients by `mma.sync` in bf16, which are planned for their example.
+macro_rules! gradients_by_warps {
+    ($($dim:literal $feature:ident $name:literal $summary:literal $launch:literal;)*) => {
+        &[$(Entry {
+            name: concat!("backward-sync-bf16-d", $dim, "-", $name),
+            summary: concat!("gradients of attention by mma.sync, bf16, head_dim ", $dim, ", ", $summary),
+            build: |target| {
+                let example = AttentionExample { number: Number::Bf16, head_dim: $dim, feature: Feature::$feature };
+                planned_gradients(target, example)
+            },
+            example: Some(attention_example(
+                Number::Bf16,
+                $dim,
+                Feature::$feature,
+                AttentionPart::BackwardSync { launch: $launch },
+            )),
+        },)*]
+    };
+}
+
+/// Head dimensions up to 160 fit the shared memory of every GPU.
+const BACKWARD_SYNC: &[Entry] = gradients_by_warps! {
+    64 Full "full" "no mask" 1;
+    64 Causal "causal" "causal mask" 1;
+    96 Full "full" "no mask" 1;
+    96 Causal "causal" "causal mask" 1;
+    128 Full "full" "no mask" 1;
+    128 Causal "causal" "causal mask" 1;
+    160 Full "full" "no mask" 1;
+    160 Causal "causal" "causal mask" 1;
+    64 Softcap "softcap" "softcap" 1;
+    128 Softcap "softcap" "softcap" 1;
+    64 Alibi "alibi" "causal mask and ALiBi" 1;
+    128 Alibi "alibi" "causal mask and ALiBi" 1;
+    64 Documents "documents" "document mask" 1;
+    128 Documents "documents" "document mask" 1;
+    64 Packed "packed" "packed sequences under a causal mask" 1;
+    128 Packed "packed" "packed sequences under a causal mask" 1;
 };
 
 const ALL: &[Entry] = &[

@@ -111,6 +111,49 @@ fn gradients_assemble() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Gradients by `mma.sync`, for every class of shared memory: plain, ragged, modified, and with gradients of a bias.
+#[test]
+fn gradients_by_single_warps_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let long = std::env::var_os("FULGURITE_LONG").is_some();
+    let mut wrong = Vec::new();
+    let archs: &[Arch] = match long {
+        true => &[Arch::SM_80, Arch::SM_86, Arch::SM_89, Arch::SM_90A, Arch::SM_120A],
+        false => &[Arch::SM_80, Arch::SM_120A],
+    };
+    let dims: &[[usize; 2]] = if long {
+        &[[64, 64], [72, 40], [96, 96], [128, 128], [160, 160], [256, 256]]
+    } else {
+        &[[64, 64], [128, 128]]
+    };
+    for (&arch, &[d, dv]) in archs.iter().flat_map(|arch| dims.iter().map(move |dims| (arch, dims))) {
+        let base = |mask: Mask| Problem::builder().heads(4, 2).head_dims(d, dv).dtype(DType::Bf16).mask(mask);
+        let window = Mask::window(Some(128), Some(0));
+        let problems = [
+            base(Mask::none()).dense(1, 640, 700),
+            base(Mask::causal()).dense(1, 640, 700).sinks(),
+            base(window.clone()).dense(1, 640, 700),
+            base(window).packed(&[0, 400, 900], &[0, 500, 3000]),
+            base(Mask::causal()).dense(2, 640, 700).used_lengths(true, true),
+            base(Mask::causal()).dense(1, 640, 700).softcap(30.0),
+            base(Mask::none()).dense(1, 640, 700).bias([1, 4, 640, 700], DType::Bf16, true),
+            base(Mask::causal()).dense(1, 640, 700).block_mask(BlockSpec::default()),
+        ];
+        for problem in problems {
+            let problem = problem.build().unwrap();
+            let Ok(plan) = BackwardPlan::mma_sync(&problem, (true, Order::Any), arch) else {
+                // Only GPUs with 99 KB of shared memory lack room, and only for long rows.
+                assert!(d > 160 && arch.shared_per_cta < 163 * 1024, "{arch} {d}");
+                continue;
+            };
+            let kernels = plan.kernels(Target::new(arch)).unwrap();
+            let what = |faults| format!("{arch}, {d}, {:?}, {:?}: {faults}", problem.layout(), problem.mask());
+            wrong.extend(kernels.all().filter_map(|kernel| faults(&assembler, kernel)).map(what));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 /// With and without sums that are used again.
 #[test]
 fn gradients_of_tiles_in_pieces_assemble() {

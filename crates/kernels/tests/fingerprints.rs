@@ -138,8 +138,8 @@ fn forward(plan: &ForwardPlan, problem: &Problem, target: Target) -> Entry {
     Entry { texts, launches: launch_text(&launches) }
 }
 
-fn backward(plan: &BackwardPlan, problem: &Problem, d_lse: bool) -> Entry {
-    let kernels = plan.kernels(Target::HOPPER).unwrap();
+fn backward(plan: &BackwardPlan, problem: &Problem, d_lse: bool, target: Target) -> Entry {
+    let kernels = plan.kernels(target).unwrap();
     let texts = kernels.all().map(|kernel| text_of(kernel)).collect();
     let mut memory = Memory { end: 4096 };
     let all @ [q, k, v, o] = rows(&mut memory, problem);
@@ -201,7 +201,11 @@ impl Net {
     fn backward(&mut self, name: &str, problem: &Problem, d_lse: bool) {
         for order in [Order::Any, Order::Fixed] {
             let Ok(plan) = BackwardPlan::new(problem, d_lse, order) else { continue };
-            self.add(format!("{name}: backward, {order:?}"), backward(&plan, problem, d_lse));
+            self.add(format!("{name}: backward, {order:?}"), backward(&plan, problem, d_lse, Target::HOPPER));
+        }
+        let target = Target::AMPERE;
+        if let Ok(plan) = BackwardPlan::mma_sync(problem, (d_lse, Order::Any), target.arch) {
+            self.add(format!("{name}: backward by mma.sync"), backward(&plan, problem, d_lse, target));
         }
     }
 
@@ -266,7 +270,8 @@ impl Net {
             for config in base.neighbours(d as u32) {
                 let plan = BackwardPlan::new(&problem, false, Order::Any).unwrap().with_config(config);
                 if plan.kernels(Target::HOPPER).is_ok() {
-                    self.add(format!("dim {d} causal config {config}: backward"), backward(&plan, &problem, false));
+                    let entry = backward(&plan, &problem, false, Target::HOPPER);
+                    self.add(format!("dim {d} causal config {config}: backward"), entry);
                 }
             }
         }

@@ -600,14 +600,16 @@ impl<'k> Scope<'k, Group> {
     /// Applies `f` to every word of a tile; the threads of the role share the work.
     #[track_caller]
     pub fn change_words(&self, tile: Tile<'k>, f: impl Fn(Val<'k, u32>) -> Val<'k, u32>) {
-        let (first, warps) = self.k.role_warps();
+        let (at, (first, warps)) = (Location::caller(), self.k.role_warps());
         let (own, bytes) = (self.thread() - 32 * first, tile.shape.bytes());
         self.each(own * 16, bytes, warps * 32 * 16, |w, offset| {
-            let place = Arg::Address(Base::Reg((tile.address + offset).in_register()), 0);
-            let regs: [Reg; 4] = std::array::from_fn(|_| w.k.register(Class::B32));
-            w.k.emit(&memory::LD_SHARED_32, [Arg::List(regs.into()), place.clone(), Arg::Word(".v4")]);
-            let changed = regs.map(|reg| f(Val::reg(w.k, reg)).in_register());
-            w.k.emit(&memory::ST_SHARED_32, [place, Arg::List(changed.into()), Arg::Word(".v4")]);
+            w.k.placed(at, || {
+                let place = Arg::Address(Base::Reg((tile.address + offset).in_register()), 0);
+                let regs: [Reg; 4] = std::array::from_fn(|_| w.k.register(Class::B32));
+                w.k.emit(&memory::LD_SHARED_32, [Arg::List(regs.into()), place.clone(), Arg::Word(".v4")]);
+                let changed = regs.map(|reg| f(Val::reg(w.k, reg)).in_register());
+                w.k.emit(&memory::ST_SHARED_32, [place, Arg::List(changed.into()), Arg::Word(".v4")]);
+            });
         });
     }
 

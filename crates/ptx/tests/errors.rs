@@ -516,7 +516,7 @@ fn rings_of_copies() {
         let ring = k.copy_ring("tiles", 2, &[shape]);
         k.role("all", Warps(1), |w| {
             let (stride, rows) = (w.constant(128u64), w.constant(64));
-            let from = GlobalRows { address: x.address(), stride, rows, bytes: w.constant(128) };
+            let from = GlobalRows { address: x.address(), stride, rows, skip: None, bytes: w.constant(128) };
             line.set(line!() + 1);
             ring.put(w, |w, tiles| ring.copy(w, tiles[0], from));
         });

@@ -25,7 +25,7 @@ pub(crate) struct OnDevice<D: Device + ?Sized> {
     order: Order,
     /// A tile configuration of backward that overrides the tables.
     forced: Option<BackwardConfig>,
-    /// The unit that multiplies matrices in forward.
+    /// The unit that multiplies matrices.
     unit: Option<TensorUnit>,
 }
 
@@ -44,7 +44,7 @@ impl<D: Device + ?Sized> OnDevice<D> {
         OnDevice { forced: Some(config), ..self }
     }
 
-    /// This engine with the unit that multiplies matrices in forward; `None` means the fastest one.
+    /// This engine with the unit that multiplies matrices; `None` means the fastest one.
     pub fn with_unit(self, unit: Option<TensorUnit>) -> Self {
         OnDevice { unit, ..self }
     }
@@ -340,7 +340,8 @@ impl<D: Device + ?Sized> Engine for OnDevice<D> {
         run: &Run<'_>,
     ) -> Result<(), Error> {
         let session = &self.session;
-        let options = BackwardOptions { d_lse: saved.d_lse.is_some(), order: self.order, config: self.forced };
+        let options =
+            BackwardOptions { d_lse: saved.d_lse.is_some(), order: self.order, config: self.forced, unit: self.unit };
         if inputs.q.place() != Place::Host {
             let prepared = session.prepare::<Backward>(problem, &options)?;
             return session.backward(&prepared, inputs, saved, gradients, run.stream);

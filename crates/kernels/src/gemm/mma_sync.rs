@@ -113,7 +113,7 @@ impl<'k> Source<'k> {
             Major::Outer => (start, self.first, inner, outer),
         };
         let address = self.matrix.at(self.batch, row, col);
-        ring.copy(w, to, GlobalRows { address, stride: self.matrix.row, rows, bytes: cols * 2 });
+        ring.copy(w, to, GlobalRows { address, stride: self.matrix.row, rows, skip: None, bytes: cols * 2 });
     }
 }
 

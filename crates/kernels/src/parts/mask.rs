@@ -130,19 +130,6 @@ pub struct Limits<'k, A = Acc<'k>> {
     view: PhantomData<A>,
 }
 
-impl<'k> Limits<'k> {
-    /// Limits for the accumulators of `wgmma`.
-    pub fn new(w: &Scope<'k, Group>, spans: &Spans) -> Self {
-        Limits::of_view(w, spans)
-    }
-
-    /// Limits for scores whose rows are keys and whose columns are queries, with transposed `spans`. Rows past the last
-    /// key need a mask. Columns past the last query do not, because their LSE makes their probabilities 0.
-    pub fn of_keys(w: &Scope<'k, Group>, spans: &Spans) -> Self {
-        Limits { sides: [true, spans.bounded_right()], ..Limits::new(w, spans) }
-    }
-}
-
 impl<'k, A: RowView<'k>> Limits<'k, A> {
     /// Limits for the accumulators of any tensor unit.
     pub fn of_view(w: &Scope<'k, Group>, spans: &Spans) -> Self {
@@ -150,6 +137,12 @@ impl<'k, A: RowView<'k>> Limits<'k, A> {
         let sides = [spans.bounded_left(), true];
         let rows = (0..A::ROWS).map(|_| pair()).collect();
         Limits { spans: spans.clone(), rows, safe: pair(), sides, view: PhantomData }
+    }
+
+    /// Limits for scores whose rows are keys and whose columns are queries, with transposed `spans`. Rows past the last
+    /// key need a mask. Columns past the last query do not, because their LSE makes their probabilities 0.
+    pub fn of_keys(w: &Scope<'k, Group>, spans: &Spans) -> Self {
+        Limits { sides: [true, spans.bounded_right()], ..Limits::of_view(w, spans) }
     }
 
     /// Sets the limits for a tile of keys. The warpgroup's rows start at key `first`; the sequence has `count` keys.

@@ -118,8 +118,13 @@ pub enum AttentionPart {
     ForwardSync,
     /// Forward attention with few queries (decode).
     Decode,
-    /// A launch of the gradients, by its index in the plan.
+    /// A launch of the gradients on Hopper (`wgmma`), by its index in the plan.
     Backward {
+        /// Index of the launch, from 0.
+        launch: usize,
+    },
+    /// A launch of the gradients on every GPU since Ampere (`mma.sync`), by its index in the plan.
+    BackwardSync {
         /// Index of the launch, from 0.
         launch: usize,
     },

@@ -43,6 +43,8 @@ pub struct GlobalRows<'k> {
     pub stride: Val<'k, u64>,
     /// Number of valid rows; the tile's rows past them become 0.
     pub rows: Val<'k, u32>,
+    /// Rows before the first valid one, if there may be some; they become 0, too, and are not read.
+    pub skip: Option<Val<'k, u32>>,
     /// Number of valid bytes per row; the tile's bytes past them become 0.
     pub bytes: Val<'k, u32>,
 }
@@ -123,19 +125,45 @@ impl<'k> CopyRing<'k> {
         let copies = Copies { k, at, shape, to, from, across, rows: threads / across };
         // Copies of whole tiles need neither bounds nor sizes.
         let full = from.rows.ge(shape.rows) & from.bytes.ge(per_row * UNIT);
+        // Not by a closure, which would record this file as the source of its instructions.
+        let full = match from.skip {
+            Some(skip) => full & skip.eq(0),
+            None => full,
+        };
         w.choose(full, |w| copies.run(w, true), |w| copies.run(w, false));
     }
 
     /// Waits until the oldest stage that was put is readable by all threads. The role owns the stage until it is
     /// [`done`](Self::done) with it.
     #[track_caller]
-    pub fn wait<W: WholeWarps>(&self, _: &Scope<'k, W>) -> Vec<Tile<'k>> {
-        self.k.pipe_emptied(self.id);
+    pub fn wait<W: WholeWarps>(&self, w: &Scope<'k, W>) -> Vec<Tile<'k>> {
         // The role is `depth - 1` puts ahead of the stages it is done with; all but the oldest may stay in flight.
-        self.k.emit(&sync::COPY_WAIT, [Arg::Imm(u64::from(self.depth.saturating_sub(2)))]);
+        self.wait_but(w, self.depth.saturating_sub(2))
+    }
+
+    /// Like [`wait`](Self::wait), for a role that does not always put the same number of stages ahead: waits until all
+    /// but the newest `newest` stages that were put are readable.
+    #[track_caller]
+    pub fn wait_but<W: WholeWarps>(&self, w: &Scope<'k, W>, newest: u32) -> Vec<Tile<'k>> {
+        self.k.pipe_emptied(self.id);
+        self.k.emit(&sync::COPY_WAIT, [Arg::Imm(u64::from(newest))]);
+        self.meet(w);
+        self.tiles(self.cursor("take").now())
+    }
+
+    /// Waits until all threads of the role have come here. Nobody then reads a stage that the role is done with.
+    #[track_caller]
+    pub fn meet<W: WholeWarps>(&self, _: &Scope<'k, W>) {
         let threads = 32 * self.k.role_warps().1;
         self.k.emit(&sync::BAR, [Arg::Imm(self.barrier.into()), Arg::Imm(threads.into())]);
-        self.tiles(self.cursor("take").now())
+    }
+
+    /// Waits until everything that was copied so far, into stages or elsewhere, is readable by all threads.
+    #[track_caller]
+    pub fn settle<W: WholeWarps>(&self, w: &Scope<'k, W>) {
+        self.k.emit(&sync::COPY_COMMIT, []);
+        self.k.emit(&sync::COPY_WAIT, [Arg::Imm(0)]);
+        self.meet(w);
     }
 
     /// Gives back the stage that was waited for. Its contents stay until the role waits for the ring again.
@@ -177,7 +205,11 @@ impl<'k> Copies<'k> {
                 for i in 0..shape.rows.div_ceil(rows) {
                     let bytes = match full {
                         true => Arg::Imm(UNIT.into()),
-                        false => (row + i * rows).lt(from.rows).select(used, 0u32).arg(),
+                        false => {
+                            let own = row + i * rows;
+                            let valid = own.lt(from.rows);
+                            from.skip.map_or(valid, |skip| valid & own.ge(skip)).select(used, 0u32).arg()
+                        }
                     };
                     let place = Arg::Address(Base::Reg(place), (chunks + i * rows * line) as i32);
                     let source = Arg::Address(Base::Reg(address.in_register()), 0);

@@ -5,8 +5,8 @@ use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Saved, Te
 use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Kernels, Tensors};
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
 use fulgurite_kernels::attention::forward::plan::DeviceTensor;
-use fulgurite_ptx::Target;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
+use fulgurite_ptx::{Target, TensorUnit};
 use fulgurite_sim::Sim;
 
 #[derive(Debug, Clone)]
@@ -54,7 +54,15 @@ impl Case {
     }
 
     pub fn plan(&self) -> BackwardPlan {
-        let plan = BackwardPlan::new(&self.problem(), self.d_lse, self.order).unwrap();
+        self.plan_for(Target::HOPPER)
+    }
+
+    /// The plan for a GPU, by its own tensor unit.
+    pub fn plan_for(&self, target: Target) -> BackwardPlan {
+        let plan = match target.arch.tensor {
+            TensorUnit::Wgmma => BackwardPlan::new(&self.problem(), self.d_lse, self.order).unwrap(),
+            _ => BackwardPlan::mma_sync(&self.problem(), (self.d_lse, self.order), target.arch).unwrap(),
+        };
         self.config.map_or(plan.clone(), |config| plan.with_config(config))
     }
 
@@ -95,7 +103,7 @@ impl Case {
         let tensors = [&q, &k, &v, &forward.o, &d_o].map(|t| (upload(t), t));
         let results = [&q, &k, &v].map(|t| (upload(&nan(t)), t));
         let (lse, d_lse) = (upload(&forward.lse), upload(&d_lse));
-        let plan = self.plan();
+        let plan = self.plan_for(sim.target());
         let scratch = sim.allocate(plan.scratch_bytes()).unwrap();
         let [q_at, k_at, v_at, o_at, d_o_at] = std::array::from_fn(|i| placed(&tensors[i].0, tensors[i].1));
         let [d_q, d_k, d_v] = std::array::from_fn(|i| placed(&results[i].0, results[i].1));

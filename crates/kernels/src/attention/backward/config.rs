@@ -28,6 +28,11 @@ pub enum Share {
     /// A CTA pair shares one tile of 128 keys; each CTA has 64 of them. One warpgroup has d_v, the other d_k. Each CTA multiplies
     /// half of d_q's columns over all 128 keys. Only for rows of 256 elements.
     Pairs,
+    /// By `mma.sync`, on GPUs without `wgmma`, or if asked for: a tile has 128 keys, and a warp computes p and d_z of 32 keys
+    /// and half of the queries. Each warpgroup has half of the columns of d_k and d_v.
+    Warps32,
+    /// The same with a tile of 64 keys, 16 for each warp: takes half as many registers, or rows twice as long.
+    Warps16,
 }
 
 /// When p is converted to the 16-bit operand of d_v.
@@ -149,6 +154,11 @@ impl TileConfig for BackwardConfig {
 
     fn neighbours(self, head_dim: u32) -> Vec<BackwardConfig> {
         let rows = [self.rows.saturating_sub(16), self.rows + 16, 64, 128].map(|rows| BackwardConfig { rows, ..self });
+        if self.is_sync() {
+            let mut choices = BackwardConfig::sync_choices(head_dim);
+            choices.retain(|config| *config != self);
+            return choices;
+        }
         let adds = match self.adds {
             Adds::Threads => BackwardConfig { adds: Adds::CopyEngine, ..self },
             Adds::CopyEngine => self.of_threads(head_dim),
@@ -231,7 +241,13 @@ impl BackwardConfig {
             (Share::Pairs, Adds::Threads) => {
                 self.rows == 64 && self.depth == 2 && self.key_depth == 1 && (193..=256).contains(&head_dim)
             }
-            (Share::Columns | Share::Pairs, Adds::CopyEngine) => false,
+            (Share::Columns | Share::Pairs | Share::Warps32 | Share::Warps16, Adds::CopyEngine) => false,
+            // A warp has half of the columns of d_k and d_v of its keys in registers, next to p and d_p of half a step.
+            (Share::Warps32, Adds::Threads) => match self.rows {
+                64 => head_dim <= 128,
+                rows => rows == 128 && head_dim <= 64,
+            },
+            (Share::Warps16, Adds::Threads) => self.rows == 64 && head_dim <= 256,
             // Warpgroups share the columns of d_q, whose halves must be whole chunks of a tile, or its rows, of which 128 fit the
             // registers if they are short.
             (Share::Keys, Adds::Threads) => match head_dim {
@@ -251,8 +267,8 @@ impl BackwardConfig {
     /// Keys of a tile.
     pub fn keys(&self) -> u32 {
         match self.share {
-            Share::Keys | Share::Pairs => 128,
-            Share::Columns => 64,
+            Share::Keys | Share::Pairs | Share::Warps32 => 128,
+            Share::Columns | Share::Warps16 => 64,
         }
     }
 
@@ -278,6 +294,8 @@ impl BackwardConfig {
         match (self.share, self.adds) {
             (Share::Columns, _) => dims.map(|d| d.next_multiple_of(64)),
             (Share::Pairs, _) => [256, dv.next_multiple_of(128)],
+            // Halves are multiples of 16 columns.
+            (Share::Warps32 | Share::Warps16, _) => dims.map(|d| d.next_multiple_of(32)),
             (Share::Keys, _) if d.max(dv) > 64 => [128, dv],
             (Share::Keys, Adds::CopyEngine) => [64, dv],
             (Share::Keys, Adds::Threads) => [d, dv],

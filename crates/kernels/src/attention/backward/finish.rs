@@ -126,18 +126,22 @@ pub(crate) struct SumLayout {
     cols: u32,
     /// Whether rows of the product are elements of the result, and columns its rows.
     transposed: bool,
+    /// Whether each of a thread's four elements of eight columns lies beside the same one of the other threads, so that
+    /// threads that add single elements add to neighbouring words.
+    planes: bool,
 }
 
 impl SumLayout {
     /// Layout of one step's d_q sums.
     pub fn of_queries(shape: &KernelShape) -> SumLayout {
         let (d, config) = (shape.dims[0], shape.config);
-        SumLayout { rows: config.rows, d, cols: config.cols(d), transposed: config.adds == Adds::CopyEngine }
+        let (cols, transposed) = (config.cols(d), config.adds == Adds::CopyEngine);
+        SumLayout { rows: config.rows, d, cols, transposed, planes: config.is_sync() }
     }
 
     /// Of the d_k or d_v of 64 keys, with `d` elements each.
     pub fn of_keys(d: u32) -> SumLayout {
-        SumLayout { rows: 64, d, cols: d, transposed: false }
+        SumLayout { rows: 64, d, cols: d, transposed: false, planes: false }
     }
 }
 
@@ -221,7 +225,11 @@ impl<'k> Results<'k> {
                     true => (sixteen / 4, eight, sixteen & 3),
                     false => (eight / (cols / 8), eight % (cols / 8), sixteen),
                 };
-                (group * (64 * cols) + eight_of_group * 512 + warp * 128 + row * 16, 4, 4)
+                let start = group * (64 * cols) + eight_of_group * 512;
+                match self.layout.planes {
+                    true => (start + warp * 32 + row * 4, 128, 4),
+                    false => (start + warp * 128 + row * 16, 4, 4),
+                }
             }
         }
     }
@@ -240,10 +248,15 @@ impl<'k> Results<'k> {
             }
             false => {
                 let (eight, pair) = (item % (self.layout.d / 8), item / (self.layout.d / 8));
+                let planes = self.layout.planes;
                 let of = |half: usize| Eight {
                     row: ((pair / 8) * 16 + (pair & 7), 8 * half as u32),
                     eight: (eight, 0),
-                    sums: std::array::from_fn(|i| fours[i / 2][2 * half + i % 2]),
+                    sums: std::array::from_fn(|i| {
+                        // A four is that of one thread, or an element of four threads.
+                        let (thread, element) = (i / 2, 2 * half + i % 2);
+                        if planes { fours[element][thread] } else { fours[thread][element] }
+                    }),
                 };
                 vec![of(0), of(1)]
             }

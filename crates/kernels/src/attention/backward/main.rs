@@ -55,7 +55,7 @@ where
     k.role("compute", warpgroups(2), |w| match config.share {
         Share::Keys if main.d_q.bulk.is_some() => bulk::compute::<T>(w, &main),
         Share::Keys => keys::compute::<T>(w, &main),
-        Share::Columns | Share::Pairs => columns::compute::<T>(w, &main),
+        _ => columns::compute::<T>(w, &main),
     });
     main.d_q.log.clone()
 }

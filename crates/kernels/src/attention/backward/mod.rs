@@ -1,10 +1,10 @@
-//! Gradients of attention on Hopper: two to four kernels, and small ones for sinks, auxiliary gradients and block masks.
+//! Gradients of attention: two to four kernels, and small ones for sinks, auxiliary gradients and block masks.
 //!
 //! With z = scale s, p = e^(z - LSE) and delta = sum of d_o o over a row, less the gradient of its LSE:
 //! d_p = d_o v^T, d_z = p (d_p - delta), d_v = p^T d_o, d_k = scale d_z^T q, d_q = scale d_z k.
 //!
 //! 1. [`prepare`] computes delta and the LSE in powers of two. It zeroes the f32 sums of d_q that the first tiles need.
-//! 2. [`main`] computes d_k, d_v and the sums of d_q. With the [rounding service](d_q) it also converts d_q to 16 bits.
+//! 2. [`main`] (on Hopper) or [`mma_sync`] (on every GPU since Ampere) computes d_k, d_v and the sums of d_q. With the [rounding service](d_q) it also converts d_q to 16 bits.
 //! 3. [`finish`] converts d_q otherwise.
 //! 4. [`heads`] adds the parts of d_k and d_v, if the query heads of a key/value head are spread over CTAs.
 //!
@@ -21,6 +21,7 @@ pub mod finish;
 pub mod heads;
 mod load;
 pub mod main;
+pub mod mma_sync;
 mod modifiers;
 mod order;
 pub mod plan;

@@ -17,8 +17,8 @@ use crate::attention::backward::step_ranges;
 pub use crate::attention::backward::tensors::Tensors;
 use crate::attention::backward::tensors::named;
 use crate::attention::backward::{
-    Adds, BackwardConfig, Features, ModifierGradients, Order, Share, Spread, finish, heads as add_heads, main, prepare,
-    sinks, zero,
+    Adds, BackwardConfig, Features, ModifierGradients, Order, Share, Spread, finish, heads as add_heads, main,
+    mma_sync, prepare, sinks, zero,
 };
 use crate::attention::forward::plan::NoKernel;
 use crate::configs::ConfigTable;
@@ -49,7 +49,7 @@ const STEP: usize = 64;
 /// A row coordinate past every tensor: the copy engine reads zeros there.
 const OUTSIDE: u64 = 1 << 30;
 
-/// A backward call on Hopper: facts of the problem, and the schedule that a configuration makes of them.
+/// A backward call: facts of the problem, and the schedule that a configuration makes of them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BackwardPlan {
     facts: Facts,
@@ -115,9 +115,33 @@ impl BackwardPlan {
         table: &ConfigTable<BackwardConfig>,
         arch: Arch,
     ) -> Result<BackwardPlan, NoKernel> {
-        let missing = |feature: String| Err(NoKernel { feature });
         let facts = facts_of(problem, (d_lse, order), arch)?;
         let config = config_of(problem, &facts.features, table)?;
+        BackwardPlan::of(facts, config)
+    }
+
+    /// The plan of a problem for `mma.sync`, which every GPU since Ampere has.
+    pub fn mma_sync(problem: &Problem, (d_lse, order): (bool, Order), arch: Arch) -> Result<BackwardPlan, NoKernel> {
+        let missing = |what: String| Err(NoKernel { feature: format!("{what} by mma.sync") });
+        if order == Order::Fixed {
+            return missing("gradients in a fixed order".into());
+        }
+        let facts = facts_of(problem, (d_lse, order), arch)?;
+        let dims = facts.features.dims;
+        match BackwardConfig::sync(&facts.features, arch) {
+            Some(config) => BackwardPlan::of(facts, config),
+            None => missing(format!(
+                "backward of head dims {} and {} in {} KB of shared memory",
+                dims[0],
+                dims[1],
+                arch.shared_per_cta / 1024
+            )),
+        }
+    }
+
+    /// The plan of a problem with a configuration that has a kernel for it.
+    fn of(facts: Facts, config: BackwardConfig) -> Result<BackwardPlan, NoKernel> {
+        let missing = |feature: String| Err(NoKernel { feature });
         let plan = BackwardPlan { schedule: Schedule::new(&facts, config), facts };
         // The prepare kernel counts threads, and parts of rows of eight elements, in 32 bits.
         let [d, dv] = plan.schedule.shape.dims;
@@ -137,8 +161,13 @@ impl BackwardPlan {
         Ok(plan)
     }
 
-    /// Refuses a configuration whose steps are not in one block each, if the kernel looks up blocks by steps.
+    /// Refuses a configuration of the other tensor unit, and one whose steps are not in one block each if the kernel looks up
+    /// blocks by steps.
     pub fn takes(&self, config: &BackwardConfig) -> Result<(), NoKernel> {
+        if config.is_sync() != self.config().is_sync() {
+            let [own, other] = if config.is_sync() { ["mma.sync", "wgmma"] } else { ["wgmma", "mma.sync"] };
+            return Err(NoKernel { feature: format!("a tile configuration of {own} for {other}") });
+        }
         let by_steps = self.facts.features.modifiers.modifiers.block_kind.is_some();
         match self.facts.blocks.filter(|_| by_steps) {
             Some(BlockSpec { rows, .. }) if !rows.is_multiple_of(config.rows as usize) => {
@@ -201,7 +230,10 @@ impl BackwardPlan {
         let has_aux = !features.modifiers.aux.is_empty();
         let is_exact = features.modifiers.exact.contains(&true);
         let (prepare, of_prepare) = prepare::program::<T>(target, features, shape)?.split();
-        let (main, of_main) = main::program::<T>(target, features, shape)?.split();
+        let (main, of_main) = match shape.config.is_sync() {
+            true => mma_sync::program::<T>(target, features, shape)?.split(),
+            false => main::program::<T>(target, features, shape)?.split(),
+        };
         let (finish, of_finish) = parts((!shape.rounds).then(|| finish::program::<T>(target, features, shape)))?;
         let (heads, of_heads) =
             parts((shape.spread != Spread::No).then(|| add_heads::program::<T>(target, features, shape)))?;

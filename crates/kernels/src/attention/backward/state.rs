@@ -9,6 +9,7 @@ use crate::attention::backward::d_q::split_tiles::{self, SplitTiles};
 use crate::attention::backward::d_q::zero_fill::{self, ZeroFill};
 use crate::attention::backward::heads::HeadParts;
 use crate::attention::backward::modifiers::{ModifierArgs, ModifierParams};
+use crate::attention::backward::tensors::ThreadRows;
 use crate::attention::backward::tiles::{Of, TileMap, TileMapArgs, Work};
 use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape, Order, Share, Spread};
 use crate::params::Params;
@@ -48,6 +49,8 @@ pub(crate) struct Call {
     pub ordered: Option<ordered::Args>,
     pub map: TileMapArgs,
     pub modifiers: ModifierArgs,
+    /// The tensors as the threads of the `mma.sync` kernel address them.
+    pub threads: Option<ThreadRows>,
     /// The factor of scores in powers of two. Modified scores already include the scale.
     pub scale_log2: f32,
     pub scale: f32,
@@ -133,7 +136,7 @@ impl<'k> Main<'k> {
         let rank = if features.ragged.any() { 5 } else { 4 };
         let result = |cols| match config.share {
             Share::Keys => tile(64, cols),
-            Share::Columns | Share::Pairs => TileShape { cols: cols / 2, ..tile(64, cols) },
+            _ => TileShape { cols: cols / 2, ..tile(64, cols) },
         };
         // Each CTA of a pair loads its part of the rows, for both.
         let (rows, keys) = (config.rows / config.blocks(), config.block_keys());
@@ -220,7 +223,7 @@ impl<'k> Main<'k> {
     pub fn quarter(&self, w: &Scope<'k, Group>, own: Val<'k, u32>) -> Val<'k, u32> {
         match self.config.share {
             Share::Pairs => w.cluster_rank() * 2 + own,
-            Share::Keys | Share::Columns => own,
+            _ => own,
         }
     }
 
@@ -230,7 +233,7 @@ impl<'k> Main<'k> {
         let first = work.tile * self.config.keys();
         match self.config.share {
             Share::Pairs => w.cluster_rank().mul_add(self.config.block_keys(), first),
-            Share::Keys | Share::Columns => first,
+            _ => first,
         }
     }
 }

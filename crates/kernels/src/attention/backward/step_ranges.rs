@@ -6,7 +6,7 @@
 use crate::params::{Bindings, Lens, Params, Program};
 use fulgurite_core::BlockSpec;
 use fulgurite_ptx::device::{Launch, Span};
-use fulgurite_ptx::{BuildError, Divisor, Kernel, Pointer, Scope, Target, Thread, Val};
+use fulgurite_ptx::{BuildError, Divisor, Kernel, Pointer, Scope, Target, Val, Who};
 use std::sync::{Arc, OnceLock};
 
 /// Ranges that a CTA computes, one for each warp.
@@ -198,9 +198,9 @@ impl<'k> StepRanges<'k> {
     }
 
     /// The steps of a tile that are also in its range; at least one, because every tile has a step.
-    pub fn within(
+    pub fn within<W: Who>(
         &self,
-        t: &Scope<'k, Thread>,
+        t: &Scope<'k, W>,
         [batch, kv_head, tile]: [Val<'k, u32>; 3],
         [first, end]: [Val<'k, u32>; 2],
     ) -> [Val<'k, u32>; 2] {

@@ -74,6 +74,18 @@ pub(crate) fn named(tensors: &Tensors) -> [Named; 8] {
     ]
 }
 
+/// The tensors of rows as threads address them, and the rows of equal sequences that hold something.
+#[derive(Debug, Clone)]
+pub(crate) struct ThreadRows {
+    /// q, k, v, d_o, d_k, d_v.
+    pub tensors: [DeviceTensor; 6],
+    /// First and past-the-last key that some query sees, and the same for queries. The values of others must not show, even
+    /// multiplied by a probability of 0.
+    pub seen: [[u32; 2]; 2],
+    /// Keys of a sequence.
+    pub keys: u32,
+}
+
 /// Arguments of a tensor that threads read or write by pointer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowArgs {

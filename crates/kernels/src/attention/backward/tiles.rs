@@ -5,8 +5,9 @@ use crate::attention::backward::step_ranges::{RangeArgs, StepRanges};
 use crate::attention::backward::{BackwardConfig, KernelShape, Spread as SpreadShape};
 use crate::params::{Lens, Params, given};
 use crate::parts::mask::{Lengths, Spans};
+use crate::parts::row_memory::RowsOf;
 use crate::parts::schedule::{BandArgs, Equal, Ragged, SequenceArgs, Unequal, Walk};
-use fulgurite_ptx::{Divisor, Scope, Slice, Thread, Val, Who};
+use fulgurite_ptx::{Divisor, Scope, Slice, Val, Who};
 
 /// Parameters: rows from one sequence to the next, in the order of [`Of`].
 pub const STEPS: [&str; 6] = ["q_step", "k_step", "v_step", "d_o_step", "d_k_step", "d_v_step"];
@@ -375,8 +376,8 @@ impl<'k> TileMap<'k> {
         }
     }
 
-    /// The tiles in the order of their numbers, for one thread.
-    pub fn tiles<'a>(&'a self, t: &Scope<'k, Thread>) -> Box<dyn FindTile<'k> + 'a> {
+    /// The tiles in the order of their numbers, found by threads `W`.
+    pub fn tiles<'a, W: Who>(&'a self, t: &Scope<'k, W>) -> Box<dyn FindTile<'k, W> + 'a> {
         match &self.tiles {
             Tiles::Dense { bands, .. } => Box::new(DenseTiles { map: self, bands }),
             Tiles::Ragged(unequal) => {
@@ -387,7 +388,12 @@ impl<'k> TileMap<'k> {
     }
 
     /// The tile at a place of the schedule. Where tiles take turns, the last keys of a head go first.
-    fn work(&self, t: &Scope<'k, Thread>, [batch, head, place]: [Val<'k, u32>; 3], sequence: Sequence<'k>) -> Work<'k> {
+    fn work<W: Who>(
+        &self,
+        t: &Scope<'k, W>,
+        [batch, head, place]: [Val<'k, u32>; 3],
+        sequence: Sequence<'k>,
+    ) -> Work<'k> {
         let tile = if self.ordered { self.tiles_of_head(sequence) - 1 - place } else { place };
         let steps = self.steps_of(tile, sequence);
         let steps = match &self.step_ranges {
@@ -452,6 +458,24 @@ impl<'k> TileMap<'k> {
         }
     }
 
+    /// Where the rows of a tile's sequence are in a tensor that threads address themselves, and how many it has. `None`: as
+    /// many as all sequences have, which are equal.
+    pub fn rows(&self, of: Of, work: &Work<'k>) -> (RowsOf<'k>, Option<Val<'k, u32>>) {
+        let keys = matches!(of, Of::K | Of::V | Of::DK | Of::DV);
+        match work.sequence {
+            Sequence::Dense(_) => (RowsOf::Sequence(work.batch), None),
+            Sequence::Ragged(s) => {
+                let start = self.first_row(of, work.batch, if keys { s.k_start } else { s.q_start });
+                let rows = match of {
+                    Of::K | Of::V => self.seen_keys(s),
+                    Of::DK | Of::DV => s.k_room,
+                    Of::Q | Of::DO => s.q_len,
+                };
+                (RowsOf::Start(start), Some(rows))
+            }
+        }
+    }
+
     /// Keys up to the last one that some query sees.
     fn seen_keys(&self, s: RaggedSequence<'k>) -> Val<'k, u32> {
         let forward = self.spans.transposed();
@@ -468,12 +492,12 @@ impl<'k> TileMap<'k> {
 }
 
 /// Finds tiles of keys by their numbers.
-pub(crate) trait FindTile<'k> {
+pub(crate) trait FindTile<'k, W: Who> {
     /// Whether there is a tile with this number. Numbers must ascend from call to call.
-    fn seek(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Val<'k, bool>;
+    fn seek(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Val<'k, bool>;
 
     /// The tile with a number that was sought.
-    fn find(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Work<'k>;
+    fn find(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Work<'k>;
 }
 
 /// Tiles of equal sequences. They come in bands of (head, batch) pairs; in a band the first keys go first, because under a
@@ -483,12 +507,12 @@ struct DenseTiles<'a, 'k> {
     bands: &'a Equal<'k>,
 }
 
-impl<'k> FindTile<'k> for DenseTiles<'_, 'k> {
-    fn seek(&self, _: &Scope<'k, Thread>, number: Val<'k, u32>) -> Val<'k, bool> {
+impl<'k, W: Who> FindTile<'k, W> for DenseTiles<'_, 'k> {
+    fn seek(&self, _: &Scope<'k, W>, number: Val<'k, u32>) -> Val<'k, bool> {
         number.lt(self.bands.tiles)
     }
 
-    fn find(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Work<'k> {
+    fn find(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Work<'k> {
         let place = self.bands.place(self.map.heads, number);
         self.map.work(t, place, self.map.sequence(t, place[0]))
     }
@@ -501,12 +525,12 @@ struct RaggedTiles<'a, 'k> {
     walk: Walk<'k>,
 }
 
-impl<'k> FindTile<'k> for RaggedTiles<'_, 'k> {
-    fn seek(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Val<'k, bool> {
+impl<'k, W: Who> FindTile<'k, W> for RaggedTiles<'_, 'k> {
+    fn seek(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Val<'k, bool> {
         self.unequal.seek(t, &self.walk, number, self.map.config.keys(), self.map.heads.value())
     }
 
-    fn find(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>) -> Work<'k> {
+    fn find(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Work<'k> {
         let [batch, head, place, _] = self.unequal.place(&self.walk, number, self.map.heads);
         self.map.work(t, [batch, head, place], self.map.sequence(t, batch))
     }

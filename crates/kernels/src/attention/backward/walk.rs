@@ -5,8 +5,9 @@ use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
 use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{END, FIRST, Of, Work};
 use crate::parts::exp::{Element, exp2};
+use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    Acc, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
+    Acc, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, RowView, Scope, Thread, Tile, Val, Var, Word,
 };
 
 /// A warpgroup's position among the steps of its tile, and the sums to which it adds its part of d_q.
@@ -168,13 +169,25 @@ pub(crate) fn probabilities<'k>(
     shift: Numbers<'k>,
     after: impl Fn(u32),
 ) {
-    let elements: Vec<_> = s.elements().collect();
+    probabilities_of(main.exp, main.scale_log2, s, |eight| shift.pair(w, eight), after);
+}
+
+/// Replaces the scores in `s` by p. `shift` gives -LSE in powers of two of the thread's two columns of each eight; `after` is
+/// called after each eight columns.
+pub(crate) fn probabilities_of<'k, A: RowView<'k>>(
+    exp: Exp,
+    scale_log2: Val<'k, f32>,
+    s: &A,
+    shift: impl Fn(u32) -> [Val<'k, f32>; 2],
+    after: impl Fn(u32),
+) {
+    let (elements, each): (Vec<_>, _) = (s.elements().collect(), 2 * A::ROWS);
     for eight in 0..s.cols() / 8 {
-        let shift = shift.pair(w, eight);
-        for i in 0..4 {
-            let number = 4 * eight as usize + i;
-            let exponent = elements[number].mul_add(main.scale_log2, shift[i % 2]);
-            s.set(number, exp2(main.exp, Element { number, count: elements.len() }, exponent));
+        let shift = shift(eight);
+        for i in 0..each {
+            let number = each * eight as usize + i;
+            let exponent = elements[number].mul_add(scale_log2, shift[i % 2]);
+            s.set(number, exp2(exp, Element { number, count: elements.len() }, exponent));
         }
         after(eight);
     }
@@ -187,23 +200,31 @@ pub(crate) fn score_gradients<'k>(
     delta: Numbers<'k>,
     after: impl Fn(u32),
 ) {
-    let p: Vec<_> = p.elements().collect();
-    gradients_of(w, |eight| std::array::from_fn(|i| p[4 * eight as usize + i]), d_p, delta, after);
+    score_gradients_of([p, d_p], |eight| delta.pair(w, eight), after);
 }
 
-/// Replaces d_p by d_z, where `p` gives the thread's four elements of each eight columns.
-pub(crate) fn gradients_of<'k>(
-    w: &Scope<'k, Group>,
-    p: impl Fn(u32) -> [Val<'k, f32>; 4],
-    d_p: &Acc<'k>,
-    delta: Numbers<'k>,
+/// Replaces d_p by d_z = p (d_p - delta), where `delta` gives that of the thread's two columns of each eight.
+pub(crate) fn score_gradients_of<'k, A: RowView<'k>>(
+    [p, d_p]: [&A; 2],
+    delta: impl Fn(u32) -> [Val<'k, f32>; 2],
     after: impl Fn(u32),
 ) {
-    let elements: Vec<_> = d_p.elements().collect();
+    let (p, each): (Vec<_>, _) = (p.elements().collect(), 2 * A::ROWS);
+    gradients_of(|eight| p[each * eight as usize..][..each].to_vec(), d_p, delta, after);
+}
+
+/// Replaces d_p by d_z, where `p` gives the thread's elements of each eight columns.
+pub(crate) fn gradients_of<'k, A: RowView<'k>>(
+    p: impl Fn(u32) -> Vec<Val<'k, f32>>,
+    d_p: &A,
+    delta: impl Fn(u32) -> [Val<'k, f32>; 2],
+    after: impl Fn(u32),
+) {
+    let (elements, each): (Vec<_>, _) = (d_p.elements().collect(), 2 * A::ROWS);
     for eight in 0..d_p.cols() / 8 {
-        let (p, delta) = (p(eight), delta.pair(w, eight));
-        for i in 0..4 {
-            let at = 4 * eight as usize + i;
+        let (p, delta) = (p(eight), delta(eight));
+        for i in 0..each {
+            let at = each * eight as usize + i;
             d_p.set(at, (elements[at] - delta[i % 2]) * p[i]);
         }
         after(eight);

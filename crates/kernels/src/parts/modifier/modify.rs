@@ -24,19 +24,6 @@ pub struct Modify<'a, 'k, A = Acc<'k>> {
     view: PhantomData<A>,
 }
 
-impl<'a, 'k> Modify<'a, 'k> {
-    /// Modifiers for the accumulators of `wgmma`.
-    pub fn new(
-        w: &Scope<'k, Group>,
-        modifiers: &Modifiers,
-        parameters: &'a Parameters<'k>,
-        scale: Val<'k, f32>,
-        tanh: Tanh,
-    ) -> Self {
-        Modify::of_view(w, modifiers, parameters, scale, tanh)
-    }
-}
-
 impl<'a, 'k, A: RowView<'k>> Modify<'a, 'k, A> {
     /// Modifiers for the accumulators of any tensor unit.
     pub fn of_view(
@@ -166,14 +153,15 @@ pub struct Function<'a, 'k> {
 }
 
 impl<'a, 'k> Function<'a, 'k> {
-    pub fn new(
+    /// A program over the accumulators of any tensor unit.
+    pub fn of_view<A: RowView<'k>>(
         w: &Scope<'k, Group>,
         program: &Program,
         modifiers: &Modifiers,
         parameters: &'a Parameters<'k>,
         scale: Val<'k, f32>,
     ) -> Self {
-        Function { parameters, running: Running::new(w, program, false, modifiers, Acc::ROWS), scale }
+        Function { parameters, running: Running::new(w, program, false, modifiers, A::ROWS), scale }
     }
 
     /// Computes the values that are constant over a tile.

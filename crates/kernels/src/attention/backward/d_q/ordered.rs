@@ -36,7 +36,7 @@ fn turn(config: &BackwardConfig) -> u32 {
 pub(crate) fn parts(config: &BackwardConfig) -> u32 {
     match (config.adds, config.share) {
         (Adds::CopyEngine, _) | (_, Share::Pairs) => 2,
-        (Adds::Threads, Share::Keys | Share::Columns) => 1,
+        (Adds::Threads, _) => 1,
     }
 }
 
@@ -53,7 +53,7 @@ impl Adder {
         match (config.adds, config.share) {
             (Adds::CopyEngine, _) => Adder::Bulk,
             (Adds::Threads, Share::Pairs) => Adder::Pairs,
-            (Adds::Threads, Share::Keys | Share::Columns) => Adder::Threads,
+            (Adds::Threads, _) => Adder::Threads,
         }
     }
 

@@ -8,7 +8,7 @@ use crate::params::{Lens, Params};
 use crate::parts::modifier::{AuxArgs, BlockKind, Function, Modify, Parameters, Tanh, TilePosition};
 use fulgurite_core::expr::Program;
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Acc, Group, Half, Numbers, Pair, Pointer, Scope, Tile, Val, Word};
+use fulgurite_ptx::{Acc, Group, Half, Pair, Pointer, RowView, Scope, Tile, Val, Word};
 use std::rc::Rc;
 
 /// For each axis of a tensor: the last index and the stride, in elements.
@@ -92,13 +92,13 @@ impl<'k> ModifierParams<'k> {
         self.modifiers.modifiers.hides()
     }
 
-    /// The modifiers in a compute role.
-    pub fn in_role(&self, w: &Scope<'k, Group>, scale: Val<'k, f32>) -> ModifierRole<'_, 'k> {
+    /// The modifiers in a compute role, on the accumulators of any tensor unit.
+    pub fn in_role<A: RowView<'k>>(&self, w: &Scope<'k, Group>, scale: Val<'k, f32>) -> ModifierRole<'_, 'k, A> {
         let ModifierGradients { modifiers, derivative, aux, .. } = &self.modifiers;
-        let function = |program: &Program| Function::new(w, program, modifiers, &self.parameters, scale);
+        let function = |program: &Program| Function::of_view::<A>(w, program, modifiers, &self.parameters, scale);
         ModifierRole {
             of: self,
-            modify: Modify::new(w, modifiers, &self.parameters, scale, Tanh::Polynomial),
+            modify: Modify::of_view(w, modifiers, &self.parameters, scale, Tanh::Polynomial),
             derivative: derivative.as_ref().map(function),
             aux: aux
                 .iter()
@@ -115,9 +115,9 @@ impl<'k> ModifierParams<'k> {
 type AuxFunctions<'a, 'k> = (Vec<Function<'a, 'k>>, Option<Function<'a, 'k>>);
 
 /// Modifiers in a compute role.
-pub(crate) struct ModifierRole<'a, 'k> {
+pub(crate) struct ModifierRole<'a, 'k, A = Acc<'k>> {
     of: &'a ModifierParams<'k>,
-    modify: Modify<'a, 'k>,
+    modify: Modify<'a, 'k, A>,
     derivative: Option<Function<'a, 'k>>,
     aux: Vec<AuxFunctions<'a, 'k>>,
 }
@@ -130,17 +130,18 @@ pub(crate) struct Slopes<'k> {
     first: Val<'k, i32>,
 }
 
-impl<'k> ModifierRole<'_, 'k> {
-    /// Evaluates what stays the same for a query head and the warpgroup's 64 keys, which begin at `key`.
+impl<'k, A: RowView<'k>> ModifierRole<'_, 'k, A> {
+    /// Evaluates what stays the same for a query head and the warpgroup's keys, which begin at `key`.
     pub fn set(&self, w: &Scope<'k, Group>, map: &TileMap<'k>, work: &Work<'k>, head: Val<'k, u32>, key: Val<'k, u32>) {
-        let first = (key + w.first_row()).to_i32();
+        let first = (key + A::first_row(w)).to_i32();
         let q_len = match work.sequence {
             Sequence::Dense(_) => self.of.q_len.expect("bug in fulgurite: a parameter of equal sequences"),
             Sequence::Ragged(sequence) => sequence.q_len,
         };
         let (q_len, k_len) = (q_len.to_i32(), map.k_len(work.sequence).to_i32());
-        let place =
-            &TilePosition { batch: work.batch, heads: vec![head; 2], rows: vec![first, first + 8], q_len, k_len };
+        let row = |i: usize| if i == 0 { first } else { first + A::row_offset(i) as i32 };
+        let (heads, rows) = (vec![head; A::ROWS], (0..A::ROWS).map(row).collect());
+        let place = &TilePosition { batch: work.batch, heads, rows, q_len, k_len };
         self.modify.set(w, place);
         let aux = self.aux.iter().flat_map(|(at, derivative)| at.iter().chain(derivative));
         self.derivative.iter().chain(aux).for_each(|function| function.set(w, place));
@@ -157,18 +158,12 @@ impl<'k> ModifierRole<'_, 'k> {
     }
 
     /// Hides elements of a step that begins at query `first` and lies in a block of this kind.
-    pub fn mask(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>, kind: BlockKind<'k>) {
+    pub fn mask(&self, w: &Scope<'k, Group>, s: &A, first: Val<'k, i32>, kind: BlockKind<'k>) {
         self.modify.apply_in_block(w, s, first, kind);
     }
 
     /// Modifies the scores of a part of a step that begins at query `first`. Returns the derivatives.
-    pub fn apply(
-        &self,
-        w: &Scope<'k, Group>,
-        s: &Acc<'k>,
-        first: Val<'k, i32>,
-        kind: Option<BlockKind<'k>>,
-    ) -> Slopes<'k> {
+    pub fn apply(&self, w: &Scope<'k, Group>, s: &A, first: Val<'k, i32>, kind: Option<BlockKind<'k>>) -> Slopes<'k> {
         let floats = |function: &Function<'_, 'k>| function.floats(w, s, first);
         let score = self.derivative.as_ref().map(floats);
         let aux = self.aux.iter().map(|(_, derivative)| derivative.as_ref().map(floats)).collect();
@@ -180,7 +175,7 @@ impl<'k> ModifierRole<'_, 'k> {
     }
 
     /// Offsets of the elements of gradient `g` that the scores of a block read. No index depends on a score.
-    fn places(&self, w: &Scope<'k, Group>, g: usize, any: &Acc<'k>, first: Val<'k, i32>) -> Vec<Val<'k, u64>> {
+    fn places(&self, w: &Scope<'k, Group>, g: usize, any: &A, first: Val<'k, i32>) -> Vec<Val<'k, u64>> {
         let axes = self.aux[g].0.iter().map(|function| function.ints(w, any, first)).zip(&self.of.sums[g].1);
         let axes: Vec<(Vec<_>, &[Val<'k, u32>; 2])> = axes.collect();
         let place = |i: usize| {
@@ -198,17 +193,17 @@ impl<'k> ModifierRole<'_, 'k> {
     pub fn gradients(
         &self,
         w: &Scope<'k, Group>,
-        [p, d_p]: [&Acc<'k>; 2],
-        delta: Numbers<'k>,
+        [p, d_p]: [&A; 2],
+        delta: impl Fn(u32) -> [Val<'k, f32>; 2],
         slopes: &Slopes<'k>,
         after: impl Fn(u32),
     ) {
         let (p, elements): (Vec<_>, Vec<_>) = (p.elements().collect(), d_p.elements().collect());
-        let mut d_m = Vec::new();
+        let (mut d_m, each) = (Vec::new(), 2 * A::ROWS);
         for eight in 0..d_p.cols() / 8 {
-            let delta = delta.pair(w, eight);
-            for i in 0..4 {
-                let at = 4 * eight as usize + i;
+            let delta = delta(eight);
+            for i in 0..each {
+                let at = each * eight as usize + i;
                 let x = p[at].gt(0.0).select::<f32>((elements[at] - delta[i % 2]) * p[at], 0.0);
                 d_m.push(x);
                 let d_z = match &slopes.score {
@@ -255,18 +250,18 @@ impl<'k> ModifierRole<'_, 'k> {
                 let total = w.reduce(sum(&|_| true), 32, plus);
                 w.when(w.lane().eq(0), |w| to.add(w, places[0], total));
             }
-            (true, false) => (0..2).for_each(|row| {
-                let of_row = |i: usize| Acc::row_of(i) == row;
+            (true, false) => (0..A::ROWS).for_each(|row| {
+                let of_row = |i: usize| A::row_of(i) == row;
                 // Four lanes have the columns of a row.
                 let total = w.reduce(sum(&of_row), 4, plus);
-                w.when(w.first_col().eq(0), |w| to.add(w, first_of(&of_row), total));
+                w.when(A::first_col(w).eq(0), |w| to.add(w, first_of(&of_row), total));
             }),
             (false, true) => {
-                let mut cols: Vec<u32> = (0..terms.len()).map(Acc::col_of).collect();
+                let mut cols: Vec<u32> = (0..terms.len()).map(A::col_of).collect();
                 cols.sort_unstable();
                 cols.dedup();
                 for col in cols {
-                    let of_col = |i: usize| Acc::col_of(i) == col;
+                    let of_col = |i: usize| A::col_of(i) == col;
                     // Eight lanes have the same columns.
                     let total = [4, 8, 16].into_iter().fold(sum(&of_col), |x, bits| x + w.exchange(x, bits));
                     w.when(w.lane().lt(4), |w| to.add(w, first_of(&of_col), total));
@@ -283,6 +278,15 @@ pub(crate) fn clean<'k, T: Half>(w: &Scope<'k, Group>, tiles: &[Tile<'k>])
 where
     Pair<T>: Word,
 {
+    clean_words::<T>(w, tiles);
+    w.publish_shared();
+}
+
+/// The same for tiles that only threads read.
+pub(crate) fn clean_words<'k, T: Half>(w: &Scope<'k, Group>, tiles: &[Tile<'k>])
+where
+    Pair<T>: Word,
+{
     let exponent: u32 = if T::NUMBER == fulgurite_ptx::Number::Bf16 { 0x7f80 } else { 0x7c00 };
     for &tile in tiles {
         w.change_words(tile, |word| {
@@ -292,5 +296,4 @@ where
             high.select(word & 0xffff, word)
         });
     }
-    w.publish_shared();
 }

@@ -10,7 +10,7 @@ use crate::attention::backward::plan::scratch::Scratch;
 use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, UNIT, seen};
 use crate::attention::backward::state::Call;
 use crate::attention::backward::step_ranges::{self, RangeArgs};
-use crate::attention::backward::tensors::RowArgs;
+use crate::attention::backward::tensors::{RowArgs, ThreadRows};
 use crate::attention::backward::tiles::{DenseArgs, TileMapArgs};
 use crate::attention::backward::{BackwardConfig, Order, heads, prepare, sinks, zero};
 use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
@@ -211,7 +211,11 @@ impl BackwardPlan {
             return Ok(None);
         }
         let cluster = self.config().blocks();
-        let clusters = u64::from(multiprocessors / cluster).max(1);
+        // The `mma.sync` kernel has a CTA for each tile.
+        let clusters = match self.config().is_sync() {
+            true => u64::MAX,
+            false => u64::from(multiprocessors / cluster).max(1),
+        };
         let deal = self.schedule.deal(clusters);
         let works = deal.as_ref().map_or(tiles * self.facts.heads[1] * self.schedule.spread.parts, Deal::works);
         let ctas = works.min(clusters) as u32 * cluster;
@@ -270,6 +274,7 @@ impl BackwardPlan {
                 d_aux: self.aux_gradients(tensors, scratch.exact_words),
                 q_len: facts.lengths()[0] as u32,
             },
+            threads: self.config().is_sync().then(|| self.thread_rows(tensors)),
             scale_log2: if is_modified { LOG2_E } else { facts.scale * LOG2_E },
             scale: facts.scale,
         })
@@ -324,14 +329,29 @@ impl BackwardPlan {
         modifiers.aux.iter().zip(&modifiers.exact).map(gradient).collect()
     }
 
+    /// Tensors as threads address them.
+    fn thread_rows(&self, tensors: &Tensors) -> ThreadRows {
+        let (Tensors { q, k, v, d_o, d_k, d_v, .. }, [q_len, k_len]) = (tensors, self.facts.lengths());
+        let [keys, queries] = self.seen([q_len, k_len].map(|n| n as usize));
+        ThreadRows {
+            tensors: [q, k, v, d_o, d_k, d_v].map(|placed| placed.or(k)),
+            seen: [keys, queries].map(|seen| [seen.start as u32, seen.end as u32]),
+            keys: k_len as u32,
+        }
+    }
+
+    /// Keys that some query sees, and queries that see a key, of equal sequences.
+    fn seen(&self, [q_len, k_len]: [usize; 2]) -> [Range<usize>; 2] {
+        let spans = self.facts.features.mask.spans();
+        let transposed: Vec<MaskSpan> = spans.iter().map(MaskSpan::transposed).collect();
+        [seen(spans, [q_len, k_len]), seen(&transposed, [k_len, q_len])]
+    }
+
     /// Tensors and tiles of sequences of equal length.
     fn dense(&self, tensors: &Tensors, [q_len, k_len]: [usize; 2]) -> (CopiedRows, DenseArgs) {
         // Keys that no query sees, and queries that see no key, are read as zeros: their values, multiplied by a probability
         // of 0, must not show.
-        let spans = self.facts.features.mask.spans();
-        let seen_keys = seen(spans, [q_len, k_len]);
-        let transposed: Vec<MaskSpan> = spans.iter().map(MaskSpan::transposed).collect();
-        let seen_queries = seen(&transposed, [k_len, q_len]);
+        let [seen_keys, seen_queries] = self.seen([q_len, k_len]);
         let number = self.facts.number;
         // If none is seen, every coordinate lies outside the tensor, so any valid address will do.
         let some = |placed: &DeviceTensor, seen: &Range<usize>| match seen.is_empty() {

@@ -22,9 +22,9 @@ const GAIN: f64 = 0.98;
 const MOST_BYTES: f64 = (1u64 << 30) as f64;
 
 /// Whether a configuration has kernels for spread heads. With CTA pairs, the loading thread has no registers left to divide by
-/// the number of parts.
+/// the number of parts. The `mma.sync` kernel has no code for parts.
 pub(crate) fn can_spread(config: &BackwardConfig) -> bool {
-    config.share != Share::Pairs
+    config.share != Share::Pairs && !config.is_sync()
 }
 
 /// What the choice of parts depends on. Lengths are counted in steps: one step of queries of one query head, for one tile.

@@ -168,11 +168,17 @@ where
             let first = self.walk.first_query() + (part * PART) as i32;
             let slopes = modifiers.apply(w, &s, first, kind);
             probabilities(w, main, &s, shift, |_| {});
-            modifiers.gradients(w, [&s, &d_p], delta, &slopes, |eight| {
-                let whole = part * PART / 8 + eight;
-                pack_part(p, whole, &s, eight);
-                pack_part(d_z, whole, &d_p, eight);
-            });
+            modifiers.gradients(
+                w,
+                [&s, &d_p],
+                |eight| delta.pair(w, eight),
+                &slopes,
+                |eight| {
+                    let whole = part * PART / 8 + eight;
+                    pack_part(p, whole, &s, eight);
+                    pack_part(d_z, whole, &d_p, eight);
+                },
+            );
         }
         // Mask last, when the fewest registers are in use. This also clears the effect of a hidden key that is not
         // finite.

@@ -167,7 +167,7 @@ where
         let delta = outputs.numbers(w).part(*own, half);
         match (&self.modifiers, &slopes) {
             (Some(modifiers), Some(slopes)) => {
-                modifiers.gradients(w, [s, d_p], delta, slopes, |eight| pack(d_z, eight, d_p));
+                modifiers.gradients(w, [s, d_p], |eight| delta.pair(w, eight), slopes, |eight| pack(d_z, eight, d_p));
             }
             _ => score_gradients(w, [s, d_p], delta, |eight| pack(d_z, eight, d_p)),
         }

@@ -325,8 +325,8 @@ where
         let (Between { p: channel, d_z: peer, .. }, outputs) = (self.between, &self.between.main.stages.outputs);
         let Keys { d_p, d_z, .. } = self;
         channel.wait(w);
-        let p = |eight| channel.four(w, eight);
-        gradients_of(w, p, d_p, outputs.held_numbers(w), |eight| pack(d_z, eight, d_p));
+        let (p, delta) = (|eight| channel.four(w, eight).to_vec(), outputs.held_numbers(w));
+        gradients_of(p, d_p, |eight| delta.pair(w, eight), |eight| pack(d_z, eight, d_p));
         channel.done(w);
         (0..self.parts()).for_each(|_| outputs.release(w));
         w.write_fragment(peer.open(w), d_z);

@@ -1,40 +1,27 @@
 //! The parameters of the `mma.sync` kernel, each with its launch argument.
 
-use crate::attention::forward::call::{ForwardCall, RowTensor};
+use crate::attention::forward::call::ForwardCall;
 use crate::attention::forward::features::Features;
 use crate::attention::forward::mma_sync::config::SyncConfig;
 use crate::params::{Lens, Params};
+use crate::parts::arguments::DeviceTensor;
 use crate::parts::block_lists::Lists;
 use crate::parts::modifier::{Parameters, Sinks};
 use crate::parts::nonfinite::NonfinitePath;
+use crate::parts::row_memory::{RowMemory, RowsOf};
 use crate::parts::schedule::{Equal, Of, Work};
 use crate::parts::sequences::Sequences;
 use fulgurite_ptx::{Divisor, GlobalRows, Half, Pair, Pointer, Val, Word};
 
-/// A tensor of rows that threads address themselves. Strides are in bytes.
-pub(super) struct RowMemory<'k> {
+/// A tensor of rows, and which one it is.
+pub(super) struct Rows<'k> {
     of: Of,
-    memory: Pointer<'k, u32>,
-    batch: Val<'k, u64>,
-    row: Val<'k, u64>,
-    head: Val<'k, u64>,
-    /// Bytes per row.
-    bytes: Val<'k, u32>,
+    memory: RowMemory<'k>,
 }
 
-impl<'k> RowMemory<'k> {
-    fn declare(p: &Params<'k, ForwardCall>, name: &str, of: Of, at: impl Lens<ForwardCall, RowTensor>) -> Self {
-        let stride =
-            |axis: usize| move |call: &ForwardCall| at(call).tensor.strides[axis] * u64::from(at(call).number.bytes());
-        RowMemory {
-            of,
-            memory: p.pointer(name, move |call| at(call).tensor.span),
-            batch: p.u64(&format!("{name}_batch"), stride(0)),
-            row: p.u64(&format!("{name}_row"), stride(1)),
-            head: p.u64(&format!("{name}_head"), stride(2)),
-            bytes: p
-                .u32(&format!("{name}_bytes"), move |call| at(call).tensor.shape[3] as u32 * at(call).number.bytes()),
-        }
+impl<'k> Rows<'k> {
+    fn declare(p: &Params<'k, ForwardCall>, name: &str, of: Of, at: impl Lens<ForwardCall, DeviceTensor>) -> Self {
+        Rows { of, memory: RowMemory::declare(p, name, at) }
     }
 
     /// The rows of a head in the tile's sequence, from row `first` on; `count` is the number of the sequence's rows.
@@ -44,24 +31,22 @@ impl<'k> RowMemory<'k> {
         sequences: &Sequences<'k>,
         work: &Work<'k>,
         head: Val<'k, u32>,
-        [first, count]: [Val<'k, u32>; 2],
+        place: [Val<'k, u32>; 2],
     ) -> GlobalRows<'k> {
-        let part = |n: Val<'k, u32>, stride: Val<'k, u64>| n.to_u64().mul_wide_64(stride);
-        let start = self.memory.address() + part(head, self.head);
-        let address = match sequences.ragged() {
-            Some(unequal) => start + part(unequal.slice(work, self.of).start + first, self.row),
-            None => start + part(work.batch, self.batch) + part(first, self.row),
+        let of = || match sequences.ragged() {
+            Some(unequal) => RowsOf::Start(unequal.slice(work, self.of).start),
+            None => RowsOf::Sequence(work.batch),
         };
-        GlobalRows { address, stride: self.row, rows: count - first.min(count), bytes: self.bytes }
+        self.memory.rows(of, head, place)
     }
 }
 
 /// The kernel's parameters.
 pub(super) struct SyncParams<'k, T> {
-    pub q: RowMemory<'k>,
-    pub k: RowMemory<'k>,
-    pub v: RowMemory<'k>,
-    pub o: RowMemory<'k>,
+    pub q: Rows<'k>,
+    pub k: Rows<'k>,
+    pub v: Rows<'k>,
+    pub o: Rows<'k>,
     pub lse: Pointer<'k, f32>,
     /// The second word counts key blocks that were computed twice.
     pub counters: Pointer<'k, u32>,
@@ -92,10 +77,10 @@ where
             false => sequences.counting(p, |call| call.common.dense()),
         };
         SyncParams {
-            q: RowMemory::declare(p, "q", Of::Q, |call| &call.q),
-            k: RowMemory::declare(p, "k", Of::K, |call| &call.k),
-            v: RowMemory::declare(p, "v", Of::V, |call| &call.v),
-            o: RowMemory::declare(p, "o", Of::O, |call| &call.o),
+            q: Rows::declare(p, "q", Of::Q, |call| &call.q.tensor),
+            k: Rows::declare(p, "k", Of::K, |call| &call.k.tensor),
+            v: Rows::declare(p, "v", Of::V, |call| &call.v.tensor),
+            o: Rows::declare(p, "o", Of::O, |call| &call.o.tensor),
             lse: p.pointer("lse", |call| call.results.lse),
             counters: p.pointer("counters", |call| call.common.counters),
             lse_rows: p.u32("lse_rows", |call| call.results.lse_rows as u32),

@@ -1,0 +1,85 @@
+//! Tensors of rows that threads address themselves, on GPUs without a copy engine or beside it.
+
+use crate::params::{Lens, Params};
+use crate::parts::arguments::DeviceTensor;
+use fulgurite_ptx::{GlobalRows, Group, Pointer, Scope, Tile, Val};
+
+/// Bytes of an element.
+const BYTES: u64 = 2;
+/// Bytes that a thread stores at a time.
+const UNIT: u32 = 16;
+
+/// A tensor of 16-bit rows that threads address themselves. Strides are in bytes.
+pub(crate) struct RowMemory<'k> {
+    memory: Pointer<'k, u32>,
+    batch: Val<'k, u64>,
+    row: Val<'k, u64>,
+    head: Val<'k, u64>,
+    /// Bytes per row.
+    bytes: Val<'k, u32>,
+}
+
+/// The sequence of a block of rows.
+#[derive(Clone, Copy)]
+pub(crate) enum RowsOf<'k> {
+    /// A sequence of a batch of equal sequences, by its index.
+    Sequence(Val<'k, u32>),
+    /// The sequence that begins at this row of all rows.
+    Start(Val<'k, u32>),
+}
+
+impl<'k> RowMemory<'k> {
+    /// Declares the parameters; `at` finds the tensor in a call.
+    pub fn declare<C: 'static>(p: &Params<'k, C>, name: &str, at: impl Lens<C, DeviceTensor>) -> Self {
+        let stride = |axis: usize| move |call: &C| at(call).strides[axis] * BYTES;
+        RowMemory {
+            memory: p.pointer(name, move |call| at(call).span),
+            batch: p.u64(&format!("{name}_batch"), stride(0)),
+            row: p.u64(&format!("{name}_row"), stride(1)),
+            head: p.u64(&format!("{name}_head"), stride(2)),
+            bytes: p.u32(&format!("{name}_bytes"), move |call| at(call).shape[3] as u32 * BYTES as u32),
+        }
+    }
+
+    /// The rows of a head in a sequence, from row `first` on; `count` is the number of the sequence's rows. `of` is asked for the
+    /// sequence after the head's address is known.
+    #[track_caller]
+    pub fn rows(
+        &self,
+        of: impl FnOnce() -> RowsOf<'k>,
+        head: Val<'k, u32>,
+        [first, count]: [Val<'k, u32>; 2],
+    ) -> GlobalRows<'k> {
+        let part = |n: Val<'k, u32>, stride: Val<'k, u64>| n.to_u64().mul_wide_64(stride);
+        let start = self.memory.address() + part(head, self.head);
+        let address = match of() {
+            RowsOf::Start(row) => start + part(row + first, self.row),
+            RowsOf::Sequence(batch) => start + part(batch, self.batch) + part(first, self.row),
+        };
+        GlobalRows { address, stride: self.row, rows: count - first.min(count), skip: None, bytes: self.bytes }
+    }
+}
+
+/// Threads that store rows together: the calling thread's index among them, and their number.
+pub(crate) struct Storers<'k> {
+    pub own: Val<'k, u32>,
+    pub count: u32,
+}
+
+impl<'k> Storers<'k> {
+    /// Stores `rows` rows of a tile, each of `units` units of 16 bytes, as far as they exist in memory.
+    pub fn store(&self, w: &Scope<'k, Group>, from: Tile<'k>, [rows, units]: [u32; 2], to: GlobalRows<'k>) {
+        let all = rows * units;
+        for step in 0..all.div_ceil(self.count) {
+            let index = self.own + step * self.count;
+            let (row, unit) = (index / units, index % units);
+            let column = unit * UNIT;
+            let inside = row.lt(to.rows.min(rows)) & column.lt(to.bytes);
+            w.when(inside, |w| {
+                let words = from.read_unit(w, row, unit);
+                let address = to.address + row.to_u64().mul_wide_64(to.stride) + column.to_u64();
+                Pointer::<u32>::at_address(address).store_some(w, 0, words);
+            });
+        }
+    }
+}
