@@ -89,6 +89,7 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
         ),
         None => why,
     };
+    let why = why + &skipped(plan.expression_blocks());
     let is_decode = plan.decode_config().is_some();
     let blocks = blocks(&problem, tile, is_decode);
     let units = units(builder, &problem, (tile, is_decode), (&kernel.name, tables))?;
@@ -143,12 +144,26 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     Ok(Explained {
         kernel: kernels.main.as_ref().clone(),
         tile_config: config.to_string(),
-        why: format!("head_dim {longest}, {k_len} keys: {from}; {shares}; {adds}{}", heads_of_tiles(&problem, &plan)),
+        why: format!(
+            "head_dim {longest}, {k_len} keys: {from}; {shares}; {adds}{}{}",
+            heads_of_tiles(&problem, &plan),
+            skipped(plan.expression_blocks())
+        ),
         tile: [config.keys(), config.rows],
         blocks,
         other_launches_seconds,
         bound_seconds: bound(&units, blocks) + other_launches_seconds,
         units,
+    })
+}
+
+/// Says that blocks are skipped because of the mask's expression, if they are.
+fn skipped(blocks: Option<[usize; 2]>) -> String {
+    blocks.map_or(String::new(), |[rows, cols]| {
+        format!(
+            "; launches before it bound the expression of the mask over blocks of {rows} queries and {cols} keys, and the \
+             kernel skips the blocks that it hides (the bound counts them)"
+        )
     })
 }
 

@@ -521,7 +521,10 @@ impl Maker<'_> {
         let base = Tensors::new(tensors, lse_span, counter_span);
         let tensors = Tensors { scratch: Some(workspace), sinks, cu_seqlens, aux, lists, ..base };
         let block_table = plan.block_table_kernel(self.device.target())?.map(Arc::new);
-        let before = block_table.iter().filter_map(|kernel| plan.block_table(kernel, &tensors)).collect();
+        let mut before: Vec<_> = block_table.iter().filter_map(|kernel| plan.block_table(kernel, &tensors)).collect();
+        if let Some(kernels) = plan.expression_kernels(self.device.target())? {
+            before.extend(plan.expression_launches(&kernels, &tensors)?);
+        }
         let launch = plan.launch(kernel, &tensors, self.blocks())?;
         let launch = launch.ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
         Ok(Prepared { before, launch, problem: words, memory, results: vec![(3, number), (4, Number::F32)] })

@@ -14,7 +14,8 @@
 use crate::attention::backward::plan::{BackwardPlan, Kernels as BackwardKernels, Tensors as BackwardTensors};
 use crate::attention::backward::{BackwardConfig, Order};
 use crate::attention::forward::plan::{
-    ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, SyncConfig, Tensors as ForwardTensors,
+    BlockKernels, ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, SyncConfig,
+    Tensors as ForwardTensors,
 };
 use crate::gemm::plan::{Gemm, GemmError, KernelError, Matrix};
 use crate::tensor_type::TensorRefusal;
@@ -197,13 +198,15 @@ impl Operator for Forward {
     }
 }
 
-/// The kernel of forward attention, and the kernel that writes its table of blocks if it uses one.
+/// The kernel of forward attention, and the kernels that write its table of blocks or its block lists if it uses them.
 #[derive(Clone)]
 pub struct ForwardKernels {
     /// The attention kernel.
     pub main: Arc<Kernel>,
     /// The kernel that writes the table of blocks.
     pub block_table: Option<Arc<Kernel>>,
+    /// The kernels that make block lists from the expression of the mask.
+    pub expression: Option<BlockKernels>,
 }
 
 impl Plan for ForwardPlan {
@@ -218,15 +221,18 @@ impl Plan for ForwardPlan {
         Ok(ForwardKernels {
             main: Arc::new(self.kernel(target)?),
             block_table: self.block_table_kernel(target)?.map(Arc::new),
+            expression: self.expression_kernels(target)?,
         })
     }
 
     fn list(kernels: &ForwardKernels) -> Vec<Arc<Kernel>> {
-        [Some(&kernels.main), kernels.block_table.as_ref()].into_iter().flatten().cloned().collect()
+        let of_expression = kernels.expression.iter().flat_map(BlockKernels::all);
+        [&kernels.main].into_iter().chain(&kernels.block_table).chain(of_expression).cloned().collect()
     }
 
     fn with_kernels(self, kernels: ForwardKernels) -> ForwardExecutable {
-        ForwardExecutable { ready: self.ready(kernels.main), block_table: kernels.block_table }
+        let ForwardKernels { main, block_table, expression } = kernels;
+        ForwardExecutable { ready: self.ready(main), block_table, expression }
     }
 }
 
@@ -234,6 +240,7 @@ impl Plan for ForwardPlan {
 pub struct ForwardExecutable {
     ready: Ready,
     block_table: Option<Arc<Kernel>>,
+    expression: Option<BlockKernels>,
 }
 
 impl ForwardExecutable {
@@ -269,6 +276,9 @@ impl Executable for ForwardExecutable {
         };
         if !launches.is_empty() {
             launches.splice(0..0, self.block_table.as_ref().and_then(|kernel| plan.block_table(kernel, &tensors)));
+            if let Some(kernels) = &self.expression {
+                launches.splice(0..0, plan.expression_launches(kernels, &tensors)?);
+            }
         }
         Ok(launches)
     }
@@ -308,7 +318,12 @@ impl Operator for Backward {
             _ => BackwardPlan::mma_sync(problem, pass, target.arch)?,
         };
         let Some(config) = options.config else { return Ok(plan) };
-        plan.takes(&config)?;
+        let plan = match plan.takes(&config) {
+            Err(_) if plan.expression_blocks().is_some() => {
+                BackwardPlan::of_any_steps(problem, pass, &tables.backward, target.arch)?
+            }
+            taken => taken.map(|()| plan)?,
+        };
         Ok(plan.with_config(config))
     }
 }

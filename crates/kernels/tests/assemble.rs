@@ -315,6 +315,38 @@ fn gradients_of_block_masks_assemble() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// The kernels that find blocks from the expression of a mask, and the attention kernels that read these blocks.
+#[test]
+fn blocks_of_expressions_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    let near = (expr::q() - expr::k()).less(100) | expr::k().less(expr::batch() * 7 + 5);
+    let by_head = (expr::load("slopes", [expr::head()]) * (expr::q() - expr::k()).abs().to_float()).less(60.0);
+    for (d, masks) in [(64, 1), (128, 3), (256, 1)] {
+        let base = || Problem::builder().dense(2, 2000, 2048).heads(4, 2).head_dim(d).dtype(DType::Bf16);
+        let all = [
+            base().mask(Mask::documents().and(Mask::causal())),
+            base().mask(Mask::documents().and(Mask::custom(near.clone()))).used_lengths(true, true),
+            base().aux("slopes", DType::Bf16, &[4]).mask(Mask::custom(by_head.clone())),
+        ];
+        for builder in all.into_iter().take(masks) {
+            let problem = builder.build().unwrap();
+            let (forward, backward) =
+                (ForwardPlan::new(&problem, None).unwrap(), BackwardPlan::new(&problem, false, Order::Any).unwrap());
+            assert_eq!([forward.expression_blocks(), backward.expression_blocks()], [Some([128, 128]); 2]);
+            let mut all = vec![Arc::new(forward.kernel(Target::HOPPER).unwrap())];
+            all.extend(forward.expression_kernels(Target::HOPPER).unwrap().unwrap().all().cloned());
+            all.extend(backward.kernels(Target::HOPPER).unwrap().all().cloned());
+            for kernel in all {
+                let report = assembler.assemble(&kernel).unwrap();
+                let mask = problem.mask();
+                wrong.extend(report.verdict().err().map(|e| format!("{}, dim {d}, {mask:?}: {e:?}", kernel.name)));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 #[test]
 fn odd_head_dimensions_assemble() {
     let Some(assembler) = assembler() else { return };

@@ -113,7 +113,10 @@ fn launch_text(launches: &[Launch]) -> String {
 fn forward(plan: &ForwardPlan, problem: &Problem, target: Target) -> Entry {
     let kernel = Arc::new(plan.kernel(target).unwrap());
     let block_table = plan.block_table_kernel(target).unwrap().map(Arc::new);
-    let texts = [Some(&kernel), block_table.as_ref()].into_iter().flatten().map(|kernel| text_of(kernel)).collect();
+    let expression = plan.expression_kernels(target).unwrap();
+    let of_expression = expression.iter().flat_map(|kernels| kernels.all());
+    let all = [&kernel].into_iter().chain(&block_table).chain(of_expression);
+    let texts = all.map(|kernel| text_of(kernel)).collect();
     let mut memory = Memory { end: 4096 };
     let rows = rows(&mut memory, problem);
     let lse = memory.span(4 * (rows[0].shape[0] * rows[0].shape[1] * rows[0].shape[2]));
@@ -125,6 +128,8 @@ fn forward(plan: &ForwardPlan, problem: &Problem, target: Target) -> Entry {
     tensors.lists = problem.blocks().map(|spec| lists(&mut memory, spec, problem.max_q_len()));
     let mut launches: Vec<Launch> =
         block_table.iter().filter_map(|kernel| plan.block_table(kernel, &tensors)).collect();
+    let of_expression = expression.iter().flat_map(|kernels| plan.expression_launches(kernels, &tensors).unwrap());
+    launches.extend(of_expression);
     let ready = plan.clone().ready(kernel);
     match plan.copies(&tensors.rows) {
         None => launches.extend(ready.launch(&tensors, MULTIPROCESSORS).unwrap()),
@@ -245,6 +250,19 @@ impl Net {
         }
     }
 
+    /// Masks whose expression alone gives blocks.
+    fn expressions(&mut self) {
+        for d in [64, 128, 256] {
+            let problem = dense(2, 2048, 2048, [8, 2]).head_dim(d).mask(Mask::documents().and(Mask::causal()));
+            for (name, builder) in [("", problem.clone()), (", used keys", problem.used_lengths(false, true))] {
+                let (name, problem) = (format!("documents of 2 x 2048, dim {d}{name}"), builder.build().unwrap());
+                self.forward(&name, &problem, |plan| plan);
+                self.mma_sync(&name, &problem);
+                self.backward(&name, &problem, false);
+            }
+        }
+    }
+
     /// Configurations beside those of the table: every neighbour that has a kernel.
     fn configurations(&mut self) {
         for d in [64, 128, 256] {
@@ -298,6 +316,7 @@ fn net() -> Net {
     }
     net.sizes();
     net.configurations();
+    net.expressions();
     net
 }
 

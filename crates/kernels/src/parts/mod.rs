@@ -7,6 +7,7 @@ pub(crate) mod block_lists;
 pub(crate) mod block_table;
 pub(crate) mod epilogue;
 pub mod exp;
+pub(crate) mod expression_blocks;
 pub(crate) mod mask;
 pub(crate) mod merge;
 pub(crate) mod modifier;

@@ -264,6 +264,21 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
     pub fn any(&self, p: Val<'k, bool>) -> Val<'k, bool> {
         p.compute(&warp::VOTE, &[Arg::Word("any")])
     }
+    /// The lanes of the warp in which the predicate holds, one bit for each.
+    #[track_caller]
+    pub fn ballot(&self, p: Val<'k, bool>) -> Val<'k, u32> {
+        p.compute(&warp::BALLOT, &[])
+    }
+    /// The smallest of the lanes' integers; every lane gets it.
+    #[track_caller]
+    pub fn smallest(&self, x: Val<'k, i32>) -> Val<'k, i32> {
+        x.compute(&warp::REDUX, &[Arg::Word("min.s32")])
+    }
+    /// The largest of the lanes' integers; every lane gets it.
+    #[track_caller]
+    pub fn largest(&self, x: Val<'k, i32>) -> Val<'k, i32> {
+        x.compute(&warp::REDUX, &[Arg::Word("max.s32")])
+    }
     /// Computes a b + c in each warp separately, 16 x 16 by 16 x 8. Operands have the lane layout of `mma.m16n8k16`.
     #[track_caller]
     pub fn warp_product<T: Half>(

@@ -422,6 +422,11 @@ impl<'k> Val<'k, u32> {
     pub fn to_f32_bits(self) -> Val<'k, f32> {
         self.compute(&convert::F32_OF_BITS, &[])
     }
+    /// Number of bits that are set.
+    #[track_caller]
+    pub fn count_ones(self) -> Self {
+        self.compute(&integer::POPC, &[])
+    }
     /// Any bitwise function of three numbers; `lut` is its truth table.
     #[track_caller]
     pub fn lop3(self, b: impl IntoVal<'k, u32>, c: impl IntoVal<'k, u32>, lut: u8) -> Self {

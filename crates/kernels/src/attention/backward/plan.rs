@@ -24,6 +24,8 @@ use crate::attention::forward::plan::NoKernel;
 use crate::configs::ConfigTable;
 use crate::params::{Bindings, Program};
 use crate::parts::block_table::{self, by_block, covered};
+pub use crate::parts::expression_blocks::BlockKernels;
+use crate::parts::expression_blocks::{ExpressionBlocks, Form};
 use crate::parts::mask::Spans;
 use crate::parts::repack::{Copies, Copying};
 use crate::parts::schedule::Ragged;
@@ -56,7 +58,8 @@ pub struct BackwardPlan {
     schedule: Schedule,
 }
 
-/// The kernels of a call. They run in this order: prepare, zero, block_table, step ranges, sinks, main, finish, heads, exact.
+/// The kernels of a call. They run in this order: prepare, zero, block_table or expression, step ranges, sinks, main, finish,
+/// heads, exact.
 #[derive(Clone)]
 pub struct Kernels {
     /// Runs first: delta, the LSE in powers of two, and zeros.
@@ -75,6 +78,8 @@ pub struct Kernels {
     pub exact: Option<Arc<Kernel>>,
     /// Writes the table of blocks, if the problem has a block mask.
     pub block_table: Option<Arc<Kernel>>,
+    /// Write the table of blocks from the expression of the mask, if that can hide blocks and the problem has no block mask.
+    pub expression: Option<BlockKernels>,
     /// Finds the steps of each key tile under a block mask, in any order of additions.
     pub step_ranges: Option<Arc<Kernel>>,
     /// The bindings of the launches' arguments.
@@ -95,9 +100,10 @@ pub struct KernelBindings {
 impl Kernels {
     /// All kernels of the call.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        let Kernels { finish, heads, sinks, zero, exact, block_table, step_ranges, .. } = self;
+        let Kernels { finish, heads, sinks, zero, exact, block_table, expression, step_ranges, .. } = self;
         let some = [finish, heads, sinks, zero, exact, block_table, step_ranges];
-        [&self.prepare, &self.main].into_iter().chain(some.into_iter().flatten())
+        let of_expression = expression.iter().flat_map(BlockKernels::all);
+        [&self.prepare, &self.main].into_iter().chain(some.into_iter().flatten()).chain(of_expression)
     }
 }
 
@@ -115,7 +121,28 @@ impl BackwardPlan {
         table: &ConfigTable<BackwardConfig>,
         arch: Arch,
     ) -> Result<BackwardPlan, NoKernel> {
-        let facts = facts_of(problem, (d_lse, order), arch)?;
+        BackwardPlan::planned(problem, (d_lse, order), table, arch, Skipping::ByExpression)
+    }
+
+    /// As [`by_table`](Self::by_table), but a configuration may have any steps: without a block mask, no step is skipped
+    /// because of the mask's expression.
+    pub fn of_any_steps(
+        problem: &Problem,
+        pass: (bool, Order),
+        table: &ConfigTable<BackwardConfig>,
+        arch: Arch,
+    ) -> Result<BackwardPlan, NoKernel> {
+        BackwardPlan::planned(problem, pass, table, arch, Skipping::ByLists)
+    }
+
+    fn planned(
+        problem: &Problem,
+        pass: (bool, Order),
+        table: &ConfigTable<BackwardConfig>,
+        arch: Arch,
+        skipping: Skipping,
+    ) -> Result<BackwardPlan, NoKernel> {
+        let facts = facts_of(problem, pass, arch, skipping)?;
         let config = config_of(problem, &facts.features, table)?;
         BackwardPlan::of(facts, config)
     }
@@ -126,7 +153,7 @@ impl BackwardPlan {
         if order == Order::Fixed {
             return missing("gradients in a fixed order".into());
         }
-        let facts = facts_of(problem, (d_lse, order), arch)?;
+        let facts = facts_of(problem, (d_lse, order), arch, Skipping::ByLists)?;
         let dims = facts.features.dims;
         match BackwardConfig::sync(&facts.features, arch) {
             Some(config) => BackwardPlan::of(facts, config),
@@ -189,6 +216,11 @@ impl BackwardPlan {
         self.schedule.shape.config
     }
 
+    /// Queries and keys of a block, if the expression of the mask alone decides which blocks are computed.
+    pub fn expression_blocks(&self) -> Option<[usize; 2]> {
+        self.facts.expression.as_ref().map(|blocks| [blocks.spec().rows, blocks.spec().cols])
+    }
+
     /// Whether the last tiles are split, on the GPUs that configurations were measured on.
     pub fn cuts_tiles(&self) -> bool {
         self.schedule.shape.splits
@@ -240,7 +272,10 @@ impl BackwardPlan {
         let (sinks, of_sinks) = parts(self.facts.has_sinks.then(|| sinks::program(target)))?;
         let (zero, of_zero) = parts(has_aux.then(|| zero::program(target)))?;
         let (exact, of_exact) = parts(is_exact.then(|| exact::program(target)))?;
-        let block_table = self.facts.blocks.map(|_| block_table::kernel(target)).transpose()?.map(Arc::new);
+        let (blocks, expression) = (self.facts.blocks, &self.facts.expression);
+        let lists = blocks.filter(|_| expression.is_none());
+        let block_table = lists.map(|_| block_table::kernel(target)).transpose()?.map(Arc::new);
+        let expression = expression.as_ref().map(|blocks| blocks.kernels(target, Form::Table)).transpose()?;
         let step_ranges = shape.step_ranges.then(|| step_ranges::kernel(target)).transpose()?.map(Arc::new);
         let bindings = KernelBindings {
             prepare: of_prepare,
@@ -260,6 +295,7 @@ impl BackwardPlan {
             zero,
             exact,
             block_table,
+            expression,
             step_ranges,
             bindings: Arc::new(bindings),
         })
@@ -286,8 +322,8 @@ impl BackwardPlan {
     /// Whether another call has the same kernels.
     pub fn same_kernels(&self, other: &BackwardPlan) -> bool {
         let (a, b) = (&self.facts, &other.facts);
-        (a.number, &a.features, self.schedule.shape, a.has_sinks, a.blocks.is_some())
-            == (b.number, &b.features, other.schedule.shape, b.has_sinks, b.blocks.is_some())
+        (a.number, &a.features, self.schedule.shape, a.has_sinks, a.blocks.is_some(), a.expression.is_some())
+            == (b.number, &b.features, other.schedule.shape, b.has_sinks, b.blocks.is_some(), b.expression.is_some())
     }
 
     /// Steps of queries over all key tiles of equal sequences: those in which some query sees a key of the tile.
@@ -332,8 +368,22 @@ fn parts<C: 'static>(program: Option<Result<Program<C>, BuildError>>) -> Result<
     Ok(program.transpose()?.map(Program::split).unzip())
 }
 
+/// What may skip steps besides the spans of a mask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Skipping {
+    /// The lists of a block mask.
+    ByLists,
+    /// These, or the expression of the mask.
+    ByExpression,
+}
+
 /// The facts of a problem, or why there is no kernel for it.
-fn facts_of(problem: &Problem, (d_lse, order): (bool, Order), arch: Arch) -> Result<Facts, NoKernel> {
+fn facts_of(
+    problem: &Problem,
+    (d_lse, order): (bool, Order),
+    arch: Arch,
+    skipping: Skipping,
+) -> Result<Facts, NoKernel> {
     let missing = |feature: String| Err(NoKernel { feature });
     let number = match problem.dtype() {
         DType::Bf16 => Number::Bf16,
@@ -364,7 +414,11 @@ fn facts_of(problem: &Problem, (d_lse, order): (bool, Order), arch: Arch) -> Res
         (problem.mask().spans_only(), problem.mask_rest().cloned(), problem.aux().to_vec());
     // Without scores there is nothing to modify or to mask. Auxiliary tensors may be empty then; none is read.
     let has_scores = problem.batch() > 0 && problem.max_q_len() > 0 && problem.max_k_len() > 0;
-    let blocks = problem.blocks().filter(|_| has_scores);
+    // In a fixed order every step under a table of blocks is computed, but only those that the spans leave without one.
+    let may_skip = has_scores && order == Order::Any && skipping == Skipping::ByExpression;
+    let expression = ExpressionBlocks::new(problem).filter(|_| may_skip);
+    let of_expression = expression.as_ref().map(ExpressionBlocks::spec);
+    let blocks = problem.blocks().filter(|_| has_scores).or(of_expression);
     let mut block_kind = None;
     if let Some(spec) = blocks {
         mask = Mask::none();
@@ -389,6 +443,7 @@ fn facts_of(problem: &Problem, (d_lse, order): (bool, Order), arch: Arch) -> Res
         arch,
         has_sinks: problem.has_sinks(),
         blocks,
+        expression,
         aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),
     })
 }

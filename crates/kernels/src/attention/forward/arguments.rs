@@ -78,7 +78,7 @@ impl Facts {
     }
 
     /// Auxiliary tensors, and the table of blocks if elements look up their block.
-    fn aux(&self, tensors: &Tensors) -> Result<Vec<AuxArgs>, NoKernel> {
+    pub(crate) fn aux(&self, tensors: &Tensors) -> Result<Vec<AuxArgs>, NoKernel> {
         let table = self.coverage().and(tensors.scratch);
         let table = table.map(|span| DeviceAux { span, strides: row_major(self.aux_shapes.last()) });
         let given = tensors.aux.iter().chain(&table).zip(&self.aux_shapes);
@@ -183,9 +183,14 @@ impl Facts {
     }
 
     fn lists(&self, tensors: &Tensors) -> Result<Option<ListArgs>, NoKernel> {
-        let Some(BlockPlan { spec, form: BlockForm::Lists }) = self.blocks else { return Ok(None) };
         let missing = || NoKernel { feature: "a block mask without its lists".into() };
-        let lists = tensors.lists.ok_or_else(missing)?;
+        let (spec, lists) = match (self.blocks, &self.expression) {
+            (Some(BlockPlan { spec, form: BlockForm::Lists }), _) => (spec, tensors.lists.ok_or_else(missing)?),
+            (Some(BlockPlan { spec, form: BlockForm::Expression }), Some(expression)) => {
+                (spec, expression.lists(tensors.scratch.ok_or_else(missing)?).0)
+            }
+            _ => return Ok(None),
+        };
         let q_len = match self.layout {
             Layout::Dense { q_len, .. } => q_len,
             Layout::Packed(p) => p.max_q,

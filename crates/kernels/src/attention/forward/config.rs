@@ -120,6 +120,9 @@ impl ForwardConfig {
                 ForwardConfig { groups: 2, cols, registers: [232, 40], ..self }
             }
             65..=128 if loads => ForwardConfig { cols: 80.min(self.cols), ..self },
+            65..=128 if features.blocks.is_some() && features.modifiers.mask.is_some() => {
+                ForwardConfig { cols: 64.min(self.cols), ..self }
+            }
             _ => self,
         }
     }

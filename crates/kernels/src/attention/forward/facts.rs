@@ -7,6 +7,7 @@ use crate::configs::{ConfigTable, TileConfig};
 use crate::no_kernel::NoKernel;
 use crate::parts::block_lists::Blocks;
 use crate::parts::block_table::covered;
+use crate::parts::expression_blocks::ExpressionBlocks;
 use crate::parts::mask::Spans;
 use crate::parts::modifier::Modifiers;
 use crate::parts::schedule::Ragged;
@@ -25,6 +26,9 @@ pub enum BlockForm {
     /// A table in which each element looks up its block, if no tile size divides the blocks.
     /// [`ForwardPlan::block_table`](super::plan::ForwardPlan::block_table) makes it from the lists.
     Coverage,
+    /// Lists that kernels make from the expression of the mask before each call: the problem has no lists.
+    /// [`ForwardPlan::expression_launches`](super::plan::ForwardPlan::expression_launches) makes them.
+    Expression,
 }
 
 /// A block mask, and the form in which it reaches the kernel.
@@ -47,6 +51,8 @@ pub(crate) struct Facts {
     /// Shapes of the auxiliary tensors; the table of blocks comes last.
     pub aux_shapes: Vec<Vec<usize>>,
     pub blocks: Option<BlockPlan>,
+    /// The blocks that the mask's expression hides or shows, if lists are made from it.
+    pub expression: Option<ExpressionBlocks>,
     pub scale: f32,
 }
 
@@ -60,9 +66,9 @@ impl Facts {
     ) -> Result<(Facts, C), NoKernel> {
         let number = supported(problem, rescale)?;
         let base = BaseTile::find(problem, table);
-        let blocks = base.block_plan(problem);
+        let (blocks, expression) = base.block_plan(problem);
         let Masking { mask, modifiers, aux } = Masking::of(problem, blocks);
-        let lists = blocks.filter(|blocks| blocks.form == BlockForm::Lists).map(|blocks| blocks.spec);
+        let lists = blocks.filter(|blocks| blocks.form != BlockForm::Coverage).map(|blocks| blocks.spec);
         let layout = problem.layout();
         let features = Features {
             dims: base.dims,
@@ -87,9 +93,23 @@ impl Facts {
             dims: [problem.head_dim(), problem.value_dim()],
             aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),
             blocks,
+            expression,
             scale: problem.scale(),
         };
         Ok((facts, config))
+    }
+
+    /// These facts for tiles of this many queries and keys. Blocks that the expression of the mask gives follow them; those
+    /// of a block mask belong to the problem.
+    pub fn with_tiles(mut self, tile: [u32; 2]) -> Facts {
+        if let Some(expression) = self.expression.take() {
+            let expression = expression.divided_by(tile);
+            let spec = expression.spec();
+            self.blocks = Some(BlockPlan { spec, form: BlockForm::Expression });
+            self.features.blocks = Some(Blocks { rows: spec.rows as u32, cols: spec.cols as u32 });
+            self.expression = Some(expression);
+        }
+        self
     }
 
     /// Shape of the table of blocks, if each element looks up its block.
@@ -215,11 +235,16 @@ impl<C: ForwardTile> BaseTile<C> {
         self.config.dividing(spec, self.wide)
     }
 
-    /// The form in which a problem's block mask reaches the kernel.
-    fn block_plan(&self, problem: &Problem) -> Option<BlockPlan> {
-        let spec = problem.blocks().filter(|_| has_keys(problem))?;
-        let form = if self.dividing(&spec).is_some() { BlockForm::Lists } else { BlockForm::Coverage };
-        Some(BlockPlan { spec, form })
+    /// The form in which a problem's block mask reaches the kernel, and the blocks of a mask without lists.
+    fn block_plan(&self, problem: &Problem) -> (Option<BlockPlan>, Option<ExpressionBlocks>) {
+        if let Some(spec) = problem.blocks().filter(|_| has_keys(problem)) {
+            let form = if self.dividing(&spec).is_some() { BlockForm::Lists } else { BlockForm::Coverage };
+            return (Some(BlockPlan { spec, form }), None);
+        }
+        let expression =
+            ExpressionBlocks::new(problem).filter(|blocks| !scans(problem) && self.dividing(&blocks.spec()).is_some());
+        let plan = |blocks: &ExpressionBlocks| BlockPlan { spec: blocks.spec(), form: BlockForm::Expression };
+        (expression.as_ref().map(plan), expression)
     }
 
     /// The configuration adjusted to the features, with tiles that divide the blocks of `lists`.

@@ -17,6 +17,8 @@ pub use crate::no_kernel::NoKernel;
 use crate::params::Bindings;
 pub use crate::parts::arguments::{COUNTERS, DeviceAux, DeviceBlockLists, DeviceTensor, Tensors};
 use crate::parts::block_table;
+pub use crate::parts::expression_blocks::BlockKernels;
+use crate::parts::expression_blocks::{Form, Results};
 pub use crate::parts::repack::{Copies, Copying};
 use crate::parts::repack::{Direction, Named};
 use fulgurite_core::{DType, Exp, Layout, Problem, Rescale};
@@ -158,6 +160,8 @@ impl ForwardPlan {
     pub fn with_config(mut self, change: impl FnOnce(ForwardConfig) -> ForwardConfig) -> ForwardPlan {
         if let Family::Wgmma { config, .. } = &mut self.family {
             *config = change(*config);
+            let tile = [Tiling::new(&self.facts.features, config).rows, config.cols];
+            self.facts = self.facts.with_tiles(tile);
         }
         self
     }
@@ -167,6 +171,7 @@ impl ForwardPlan {
     pub fn with_sync_config(mut self, change: impl FnOnce(SyncConfig) -> SyncConfig) -> ForwardPlan {
         if let Family::MmaSync(config) = &mut self.family {
             *config = change(*config);
+            self.facts = self.facts.with_tiles([config.rows(), config.cols]);
         }
         self
     }
@@ -189,9 +194,10 @@ impl ForwardPlan {
 
     /// Bytes of workspace that a launch needs, with any content.
     pub fn scratch_bytes(&self) -> u64 {
-        match self.facts.coverage() {
-            Some(shape) => 4 * shape.iter().map(|&n| n as u64).product::<u64>(),
-            None => self.decode().map_or(0, DecodePlan::scratch_bytes),
+        match (self.facts.coverage(), &self.facts.expression) {
+            (Some(shape), _) => 4 * shape.iter().map(|&n| n as u64).product::<u64>(),
+            (None, Some(expression)) => expression.list_bytes(),
+            (None, None) => self.decode().map_or(0, DecodePlan::scratch_bytes),
         }
     }
 
@@ -204,6 +210,24 @@ impl ForwardPlan {
     /// [`kernel`](Self::kernel).
     pub fn block_table(&self, kernel: &Arc<Kernel>, tensors: &Tensors) -> Option<Launch> {
         Some(block_table::launch(kernel, tensors.lists?, self.facts.coverage()?, tensors.scratch?))
+    }
+
+    /// The kernels that make block lists from the expression of the mask, if it can hide blocks and no lists are given.
+    pub fn expression_kernels(&self, target: Target) -> Result<Option<BlockKernels>, BuildError> {
+        self.facts.expression.as_ref().map(|blocks| blocks.kernels(target, Form::Lists)).transpose()
+    }
+
+    /// The launches that make these lists, in the workspace. They must precede the launch of [`kernel`](Self::kernel).
+    pub fn expression_launches(&self, kernels: &BlockKernels, tensors: &Tensors) -> Result<Vec<Launch>, NoKernel> {
+        let Some((blocks, memory)) = self.facts.expression.as_ref().zip(tensors.scratch) else { return Ok(Vec::new()) };
+        let (lists, extremes) = blocks.lists(memory);
+        let of = (self.facts.aux(tensors)?, tensors.used);
+        Ok(blocks.launches(kernels, of, extremes, Results::Lists(lists)))
+    }
+
+    /// Queries and keys of a block of the lists that are made from the expression of the mask, if they are.
+    pub fn expression_blocks(&self) -> Option<[usize; 2]> {
+        self.facts.expression.as_ref().map(|blocks| [blocks.spec().rows, blocks.spec().cols])
     }
 
     /// Builds the kernel of the plan.

@@ -462,7 +462,7 @@ fn tanh(x: Val<'_, f32>) -> Val<'_, f32> {
     (e + 1.0).recip().mul_add(-2.0, 1.0)
 }
 
-fn int_binary<'k>(op: Binary, x: Val<'k, i32>, y: Val<'k, i32>) -> Word<'k> {
+pub(crate) fn int_binary<'k>(op: Binary, x: Val<'k, i32>, y: Val<'k, i32>) -> Word<'k> {
     let floor = || {
         let quotient = x / y;
         let rest = x - quotient * y;

@@ -4,9 +4,11 @@
 //! that grows by a constant from key to key is computed as a base per row plus a constant. So a distance costs one addition
 //! per element, and its conversion to a float one instruction per row.
 
+mod bounds;
 mod evaluate;
 mod modify;
 
+pub(crate) use bounds::{Bounded, RowBounds};
 pub use evaluate::Tanh;
 pub use modify::{BlockKind, Function, Modify};
 

@@ -15,6 +15,7 @@ use crate::attention::backward::tiles::{DenseArgs, TileMapArgs};
 use crate::attention::backward::{BackwardConfig, Order, heads, prepare, sinks, zero};
 use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
 use crate::parts::block_table;
+use crate::parts::expression_blocks::Results;
 use crate::parts::modifier::AuxArgs;
 use crate::parts::schedule::{BandArgs, SequenceArgs};
 use fulgurite_core::Layout;
@@ -56,6 +57,12 @@ impl BackwardPlan {
         {
             let shape = self.facts.aux_shapes.last().map_or(&[][..], Vec::as_slice);
             launches.push(block_table::launch(kernel, lists, shape, scratch.block_table));
+            launches.extend(self.step_ranges(kernels, &scratch));
+        }
+        if let Some((kernels_of, blocks)) = kernels.expression.as_ref().zip(self.facts.expression.as_ref()) {
+            let table = Results::Table(scratch.block_table);
+            let of = (self.aux(tensors, scratch.block_table), tensors.used);
+            launches.extend(blocks.launches(kernels_of, of, scratch.extremes, table));
             launches.extend(self.step_ranges(kernels, &scratch));
         }
         launches.extend(self.sinks(kernels, tensors, &scratch));

@@ -2,6 +2,7 @@
 
 use crate::attention::backward::d_q::exact;
 use crate::attention::backward::{Features, ModifierGradients};
+use crate::parts::expression_blocks::ExpressionBlocks;
 use fulgurite_core::{BlockSpec, Layout};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Arch, Number};
@@ -20,8 +21,10 @@ pub(crate) struct Facts {
     /// needed, or CTAs wait for them.
     pub arch: Arch,
     pub has_sinks: bool,
-    /// The blocks of a block mask.
+    /// The blocks of a block mask, or of the mask's expression.
     pub blocks: Option<BlockSpec>,
+    /// The blocks that the mask's expression hides or shows, if their table is made from it.
+    pub expression: Option<ExpressionBlocks>,
     /// Shapes of auxiliary tensors. With a block mask, the last one is its table of blocks.
     pub aux_shapes: Vec<Vec<usize>>,
 }

@@ -150,6 +150,7 @@ impl Schedule {
             delta: self.rows * 4,
             counters: self.counters(facts.features.order).count * 4,
             block_table: facts.block_table_elements() * 4,
+            extremes: facts.expression.as_ref().map_or(0, |blocks| blocks.extremes_bytes()),
             step_ranges: self.step_ranges(facts).map_or(0, |sizes| sizes.bytes()),
             exact_words: facts.all_exact_words() * 8,
             split_sums: self.split_tiles * u64::from(config.keys()) * split_row,

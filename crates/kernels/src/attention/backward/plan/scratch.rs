@@ -22,6 +22,8 @@ pub(crate) struct Scratch<T> {
     pub counters: T,
     /// Kind of each block of a block mask.
     pub block_table: T,
+    /// Extremes of what a mask reads in each block, if the table is made from its expression.
+    pub extremes: T,
     /// Steps that a block mask leaves to each key tile.
     pub step_ranges: T,
     /// Exact sums of auxiliary gradients.
@@ -41,6 +43,7 @@ impl<T> Scratch<T> {
             delta: f(self.delta),
             counters: f(self.counters),
             block_table: f(self.block_table),
+            extremes: f(self.extremes),
             step_ranges: f(self.step_ranges),
             exact_words: f(self.exact_words),
             split_sums: f(self.split_sums),
@@ -110,17 +113,18 @@ mod tests {
             delta: 1,
             counters: 256,
             block_table: 4,
+            extremes: 16,
             step_ranges: 8,
             exact_words: 0,
             split_sums: 300,
             head_parts: 257,
         };
         let at = sizes.place(Span::new(1 << 20, sizes.bytes()));
-        let starts = [at.d_q_sums, at.shift, at.delta, at.counters, at.block_table, at.step_ranges];
+        let starts = [at.d_q_sums, at.shift, at.delta, at.counters, at.block_table, at.extremes, at.step_ranges];
         let starts = [&starts[..], &[at.exact_words, at.split_sums, at.head_parts]].concat();
         let starts: Vec<u64> = starts.into_iter().map(|span| span.address() - (1 << 20)).collect();
-        assert_eq!(starts, [0, 1024, 1024, 1280, 1536, 1792, 2048, 2048, 2560]);
-        assert_eq!(sizes.bytes(), 3072);
+        assert_eq!(starts, [0, 1024, 1024, 1280, 1536, 1792, 2048, 2304, 2304, 2816]);
+        assert_eq!(sizes.bytes(), 3328);
     }
 
     #[test]
