@@ -460,6 +460,9 @@ fn config_of(
         true => table.find(largest, problem.max_k_len() as u64),
         false => BackwardConfig::with_room(largest, ragged, modifiers.register_pressure()),
     };
+    if config.is_sync() {
+        return Err(NoKernel { feature: format!("backward by wgmma with tile configuration `{config}`") });
+    }
     if !config.has_kernel(largest) {
         return Err(NoKernel { feature: format!("backward of head_dim {largest} with tile configuration `{config}`") });
     }

@@ -2,7 +2,7 @@
 //! with `cp.async`.
 //!
 //! A CTA has one tile of keys and walks over the queries that see it, as the Hopper kernel does. Its two warpgroups share
-//! the tile as in the schedule [`columns`](crate::attention::backward::schedules::columns): each computes p and d_z of half of
+//! the tile as in the schedule `columns` of Hopper: each computes p and d_z of half of
 //! the queries, and has half of the columns of d_k, d_v and d_q. p and d_z pass through shared memory. Tiles, mask,
 //! modifiers, p, d_z, and the kernels before and after are those of Hopper.
 
