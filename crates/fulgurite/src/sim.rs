@@ -14,7 +14,7 @@ pub use fulgurite_ptx::device::Device;
 pub use fulgurite_ptx::model::{Adder, Exponent, Rounding};
 pub use fulgurite_ptx::product::Number;
 pub use fulgurite_sim::{
-    Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, Timeline, Track,
+    Architecture, Counts, Fault, Finding, Line, Options, Order, Party, Period, Report, Sim, Timeline, Track,
 };
 
 use fulgurite_core::random::Rng;
