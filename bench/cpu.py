@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -267,12 +268,9 @@ def decode():
             with torch.no_grad():
                 rows_of_head = q.view(1, kv_heads, group, dim)
                 q_first = q.transpose(1, 2)
-                buffer = lambda x: (x.data_ptr(), x.numel() * x.element_size())
                 contenders = [
                     Contender("ours", lambda: ours(*cache())),
-                    Contender(
-                        "read", lambda: fulgurite._fulgurite.read_sum([*map(buffer, cache())], args.threads)[1]
-                    ),
+                    Contender("read", lambda: fulgurite._fulgurite.read_sum([*cache()], args.threads)[1]),
                     Contender("torch sum", lambda: [x.view(torch.float32).sum() for x in cache()] and None),
                     Contender(
                         "torch gqa", lambda: sdpa(q_first, *map(by_head, cache()), enable_gqa=True) is None or None
@@ -368,10 +366,12 @@ def table(header, rows):
 def markdown(record):
     rows, of = record["rows"], lambda part: [row for row in record["rows"] if row["part"] == part]
     here = record["machine"]
-    text = f"# CPU comparison, {record['date']}\n\n{here['cpu']}, {here['cores']} cores, {record['threads']} threads, "
-    text += f"{', '.join(here.get('flags', []))}. Commit {record['commit']}. "
-    text += ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    text += f". `{record['command']}`. Steal {record['steal']:.1%}.\n\n"
+    setting = f"{here['cpu']}, {here['cores']} cores, {record['threads']} threads, "
+    setting += f"{', '.join(here.get('flags', []))}. Commit {record['commit']}. "
+    setting += ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    setting += f". `{record['command']}`. Steal {record['steal']:.1%}."
+    setting = textwrap.fill(setting, 150, break_long_words=False, break_on_hyphens=False)
+    text = f"# CPU comparison, {record['date']}\n\n{setting}\n\n"
     text += "Speeds are medians, bests in brackets; ratios likewise. CPUs: processor time over wall time.\n\n"
     both = lambda row, key: f"{row[key + '_median']:.2f} ({row[key + '_best']:.2f})"
     speed = lambda t, unit: f"{t['median_' + unit]:.1f} ({t['best_' + unit]:.1f})"

@@ -1,7 +1,7 @@
 //! An array of the caller: its memory, its elements, and how to make another of its kind.
 
 use crate::foreign::{self, ArrayProtocol};
-use crate::memory::Span;
+use crate::memory::HostSpan;
 use fulgurite::Error;
 use fulgurite_core::tensor::MAX_RANK;
 use fulgurite_core::{DType, TensorView, TensorViewMut};
@@ -230,11 +230,11 @@ impl Array {
     }
 
     /// Strides as unsigned numbers, and the memory from the first to the last element.
-    fn span(&self, arg: &str) -> PyResult<([usize; MAX_RANK], Span)> {
+    fn span(&self, arg: &str) -> PyResult<([usize; MAX_RANK], HostSpan)> {
         let (shape, dtype) = (self.shape(), self.dtype(arg)?);
         if shape.contains(&0) {
             // Without elements no stride is ever used, and libraries put arbitrary values there.
-            return Ok(([1; MAX_RANK], Span::new(0, dtype, 0).map_err(|e| wrong(e.to_string()))?));
+            return Ok(([1; MAX_RANK], HostSpan::new(0, dtype, 0).map_err(|e| wrong(e.to_string()))?));
         }
         let overflow = || wrong(format!("`{arg}` of shape {shape:?} overflows the address space"));
         let mut steps = [0usize; MAX_RANK];
@@ -251,7 +251,7 @@ impl Array {
             contiguous = contiguous.checked_mul(size).ok_or_else(overflow)?;
         }
         let len = last.checked_add(1).ok_or_else(overflow)?;
-        let span = Span::new(self.layout.address, dtype, len).map_err(|e| wrong(format!("`{arg}` {e}")))?;
+        let span = HostSpan::new(self.layout.address, dtype, len).map_err(|e| wrong(format!("`{arg}` {e}")))?;
         Ok((steps, span))
     }
 
@@ -275,6 +275,14 @@ impl Array {
             Place::Host => Ok(()),
             place => Err(wrong(format!("`{arg}` is on {place}, allowed here: cpu; move it with .cpu()"))),
         }
+    }
+
+    /// The memory from the first to the last element in whole 8-byte words.
+    pub fn words(&self, arg: &str) -> PyResult<&[u64]> {
+        self.on_host(arg)?;
+        let (_, span) = self.span(arg)?;
+        // SAFETY: the extension's contract holds, and the call writes to no array.
+        unsafe { span.words() }.map_err(|e| wrong(format!("`{arg}` {e}")))
     }
 
     /// A read-only tensor view, valid until `self` is dropped at the end of the call.
@@ -319,7 +327,7 @@ impl Array {
 
 /// The memory that one call uses, so that no memory is written while it is also read or written elsewhere.
 #[derive(Debug)]
-pub struct Claims<'a>(Vec<(&'a str, Span)>);
+pub struct Claims<'a>(Vec<(&'a str, HostSpan)>);
 
 impl Default for Claims<'_> {
     fn default() -> Self {

@@ -32,7 +32,6 @@ mod _fulgurite {
     use crate::blocks;
     use crate::check::SavedObjects;
     use crate::dispatch::{self, Call};
-    use crate::memory::Buffer;
     use crate::read;
     use fulgurite::{Choice, DType, Mask, Problem};
     use pyo3::prelude::*;
@@ -205,16 +204,13 @@ mod _fulgurite {
         crate::check::check(py, engine, dtype)
     }
 
-    /// Reads every byte of the given `(pointer, bytes)` buffers once with `threads` threads and returns (sum of the
-    /// 8-byte words, seconds). The clock starts when all threads are ready, so this measures the speed of memory.
+    /// Reads the memory of the given host arrays once with `threads` threads and returns (sum of the 8-byte words,
+    /// seconds). The clock starts when all threads are ready, so this measures the speed of memory.
     #[pyfunction]
-    fn read_sum(py: Python<'_>, buffers: Vec<(usize, usize)>, threads: usize) -> PyResult<(u64, f64)> {
-        py.detach(|| {
-            let buffers: Vec<_> = buffers.iter().map(|&(pointer, bytes)| Buffer::new(pointer, bytes)).collect();
-            let buffers = buffers.into_iter().collect::<Result<Vec<_>, _>>().map_err(|e| wrong(e.to_string()))?;
-            let slices: Vec<&[u64]> = buffers.iter().map(Buffer::words).collect();
-            Ok(read::read_sum(&slices, threads.max(1)))
-        })
+    fn read_sum(py: Python<'_>, arrays: Vec<Bound<'_, PyAny>>, threads: usize) -> PyResult<(u64, f64)> {
+        let arrays = arrays.iter().map(|array| Array::read("arrays", array)).collect::<PyResult<Vec<_>>>()?;
+        let words = arrays.iter().map(|array| array.words("arrays")).collect::<PyResult<Vec<_>>>()?;
+        py.detach(|| Ok(read::read_sum(&words, threads.max(1))))
     }
 
     /// GFLOP/s of a large f32 matrix product by fulgurite's own micro-kernel.

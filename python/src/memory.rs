@@ -6,13 +6,12 @@
 
 use fulgurite_core::{DType, Data, DataMut, bf16, f16};
 use std::fmt;
-use std::marker::PhantomData;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
 /// A run of elements in memory. A value of this type is not null, is aligned for its type, and ends inside the address
 /// space.
 #[derive(Debug, Clone, Copy)]
-pub struct Span {
+pub struct HostSpan {
     address: usize,
     dtype: DType,
     len: usize,
@@ -49,18 +48,18 @@ impl fmt::Display for SpanError {
     }
 }
 
-impl Span {
+impl HostSpan {
     /// `len` elements of `dtype`, starting at `address`.
-    pub fn new(address: usize, dtype: DType, len: usize) -> Result<Span, SpanError> {
+    pub fn new(address: usize, dtype: DType, len: usize) -> Result<HostSpan, SpanError> {
         let align = dtype.size_bytes(); // as large as the alignment of each of these types
         let bytes = len.checked_mul(align).filter(|&bytes| bytes <= isize::MAX as usize);
         let end = bytes.and_then(|bytes| address.checked_add(bytes));
         match (len, address) {
-            (0, _) => Ok(Span { address: align, dtype, len }), // dangling, as an empty slice is
+            (0, _) => Ok(HostSpan { address: align, dtype, len }), // dangling, as an empty slice is
             (_, 0) => Err(SpanError::Null),
             _ if end.is_none() => Err(SpanError::TooLong { len }),
             _ if !address.is_multiple_of(align) => Err(SpanError::Unaligned { address, align }),
-            _ => Ok(Span { address, dtype, len }),
+            _ => Ok(HostSpan { address, dtype, len }),
         }
     }
 
@@ -70,8 +69,8 @@ impl Span {
     }
 
     /// Whether two spans share a byte.
-    pub fn overlaps(&self, other: &Span) -> bool {
-        let end = |s: &Span| s.address + s.len * s.dtype.size_bytes();
+    pub fn overlaps(&self, other: &HostSpan) -> bool {
+        let end = |s: &HostSpan| s.address + s.len * s.dtype.size_bytes();
         self.len > 0 && other.len > 0 && self.address < end(other) && other.address < end(self)
     }
 
@@ -81,7 +80,7 @@ impl Span {
     /// The contract of this module holds for the span until `'a` ends.
     pub unsafe fn read<'a>(self) -> Data<'a> {
         let (address, len) = (self.address, self.len);
-        // SAFETY: `Span::new` checked null, alignment and size; every bit pattern is a value of these types; the caller
+        // SAFETY: `HostSpan::new` checked null, alignment and size; every bit pattern is a value of these types; the caller
         // guarantees that the memory exists and does not change.
         unsafe {
             match self.dtype {
@@ -111,34 +110,20 @@ impl Span {
             }
         }
     }
-}
 
-/// Bytes to be read at full speed: only whole 8-byte words.
-#[derive(Debug)]
-pub struct Buffer<'a> {
-    address: usize,
-    words: usize,
-    lifetime: PhantomData<&'a [u64]>,
-}
-
-impl Buffer<'_> {
-    /// `bytes` bytes, starting at `address`.
-    pub fn new(address: usize, bytes: usize) -> Result<Self, SpanError> {
-        let (align, words) = (align_of::<u64>(), bytes / size_of::<u64>());
-        if words == 0 {
-            return Ok(Buffer { address: align, words, lifetime: PhantomData });
+    /// The whole 8-byte words of the memory.
+    ///
+    /// # Safety
+    /// The contract of this module holds for the span until `'a` ends.
+    pub unsafe fn words<'a>(self) -> Result<&'a [u64], SpanError> {
+        let (align, words) = (align_of::<u64>(), self.bytes() / size_of::<u64>());
+        match self.address {
+            _ if words == 0 => Ok(&[]),
+            address if !address.is_multiple_of(align) => Err(SpanError::Unaligned { address, align }),
+            // SAFETY: `HostSpan::new` checked null and size, the line above alignment; every bit pattern is a value; the
+            // caller guarantees that the memory exists and does not change.
+            address => Ok(unsafe { from_raw_parts(address as *const u64, words) }),
         }
-        Span::new(address, DType::F32, words.saturating_mul(2))?;
-        if !address.is_multiple_of(align) {
-            return Err(SpanError::Unaligned { address, align });
-        }
-        Ok(Buffer { address, words, lifetime: PhantomData })
-    }
-
-    /// The 8-byte words of the buffer.
-    pub fn words(&self) -> &[u64] {
-        // SAFETY: null, alignment and size were checked above; the module's contract guarantees that the memory exists.
-        unsafe { from_raw_parts(self.address as *const u64, self.words) }
     }
 }
 

@@ -53,6 +53,41 @@ def test_small_tensors_are_refused():
     assert refused(q, k, v, sinks=sinks).startswith("`sinks` has shape [3], allowed: [4]")
 
 
+def test_memory_elsewhere_is_refused():
+    q, k, v = tensors(ROWS, ROWS, ROWS)
+    meta = torch.empty(ROWS, dtype=torch.bfloat16, device="meta")
+    assert refused(q, meta, v).startswith("`k` is on meta")
+    assert refused(q, k, v.cpu().pin_memory()).startswith("`v` is on cpu, `q` on cuda:0, allowed: one device")
+    assert refused(q, k, v, out=q.cpu()).startswith("`out` is on cpu")
+    assert refused(q.cpu(), k, v).startswith("`k` is on cuda:0")
+    assert refused(q, k, v.to(torch.int8)).startswith("`v` is int8, allowed: ")
+    used = torch.tensor([40, 40], dtype=torch.int32)
+    assert "allowed: one device" in refused(q, k, v, used_lengths=(None, used))
+
+
+def test_any_address_of_an_element_is_taken():
+    """The copy engine needs multiples of 16 bytes; other tensors are packed first."""
+    q, k, v = tensors(ROWS, ROWS, ROWS)
+    for shift in (1, 3, 7):
+        moved = torch.zeros(q.numel() + shift, dtype=q.dtype, device="cuda")[shift:].view(ROWS).copy_(q)
+        assert moved.data_ptr() % 16 == 2 * shift
+        assert torch.equal(fulgurite.attention(moved, k, v), fulgurite.attention(q, k, v))
+    out = torch.zeros(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(ROWS)
+    assert fulgurite.attention(q, k, v, out=out) is out and torch.equal(out, fulgurite.attention(q, k, v))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_each_gpu_has_its_own_streams():
+    q, k, v = tensors(ROWS, ROWS, ROWS)
+    other = [x.to("cuda:1") for x in (q, k, v)]
+    assert "allowed: one device" in refused(q, other[1], v)
+    with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
+        there = fulgurite.attention(*other)
+        here = fulgurite.attention(q, k, v)
+    torch.cuda.synchronize("cuda:1")
+    assert there.device == other[0].device and torch.equal(there.to("cuda:0"), here)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_a_packed_batch_of_decoding_takes_the_decode_kernel(kv_heads):
     """Each sequence has the bits of a dense call of its own, which takes the decode kernel."""

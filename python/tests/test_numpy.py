@@ -214,13 +214,16 @@ def test_refused_offsets():
 
 def test_read_sum():
     words = np.random.default_rng(0).integers(0, 2**60, 100_003, dtype=np.uint64)
-    buffers = [(words.ctypes.data, words.nbytes), (words.ctypes.data, 24), (0, 0)]
+    elements = words.view(np.int32)
+    arrays = [elements, elements[:7], elements[:0]]
     want = (int(words.sum(dtype=np.uint64)) + int(words[:3].sum(dtype=np.uint64))) % 2**64
     for threads in (1, 2, 3):
-        total, seconds = fulgurite._fulgurite.read_sum(buffers, threads)
+        total, seconds = fulgurite._fulgurite.read_sum(arrays, threads)
         assert total == want and seconds > 0
-    with pytest.raises(ValueError, match="null pointer"):
-        fulgurite._fulgurite.read_sum([(0, 64)], 1)
+    with pytest.raises(ValueError, match="multiples of 8"):
+        fulgurite._fulgurite.read_sum([elements[1:9]], 1)
+    with pytest.raises(ValueError, match="`arrays`"):
+        fulgurite._fulgurite.read_sum([words.ctypes.data], 1)
 
 
 def test_a_window_that_hides_every_key():

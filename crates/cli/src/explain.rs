@@ -2,7 +2,7 @@
 
 use crate::args::ExplainArgs;
 use crate::{Failure, json, kernel, say};
-use fulgurite::gpu::{self, Cuda, Explained, Options, Tables};
+use fulgurite::gpu::{self, Cuda, Explained, Options, Tables, Target};
 use fulgurite::sim::Device;
 use fulgurite::{
     Choice, Inputs, Mask, Precision, Problem, ProblemBuilder, Run, Stopwatch, Tensor, engine_with, explain,
@@ -17,12 +17,15 @@ struct Results {
     problem: String,
     /// Each engine and its verdict.
     engines: Vec<String>,
-    /// How it runs on Hopper, or why not.
-    hopper: Result<Hopper, String>,
+    /// The GPU architecture, and the GPU that stands for it.
+    arch: String,
+    gpu: &'static str,
+    /// How it runs there, or why not.
+    on_gpu: Result<OnGpu, String>,
 }
 
 #[derive(Serialize)]
-struct Hopper {
+struct OnGpu {
     kernel: String,
     why: String,
     tile_config: String,
@@ -53,13 +56,16 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
     }
     let (builder, sizes, problem) = (args.builder(), args.sizes(), args.problem()?);
     let explained = if args.backward { gpu::explain_backward } else { gpu::explain };
+    let (target, tables) = machine(args)?;
     let results = Results {
         version: env!("CARGO_PKG_VERSION"),
         pass: if args.backward { "backward" } else { "forward" },
         problem: args.words(),
         engines: explain(&problem, args.engine.engine).lines().map(String::from).collect(),
-        hopper: match explained(&builder, sizes, &tables()?) {
-            Ok(explained) => Ok(hopper(args, &problem, &explained)?),
+        arch: target.name(),
+        gpu: target.arch.gpu,
+        on_gpu: match explained(&builder, sizes, target, &tables) {
+            Ok(explained) => Ok(on_gpu(args, &problem, &explained)?),
             Err(fulgurite::Error::Unsupported(refused)) => Err(refused.to_string()),
             Err(e) => return Err(e.into()),
         },
@@ -67,11 +73,13 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
     if args.json { json::print(&results) } else { say(&text(&results)) }
 }
 
-/// The cuts that a call here would take: those of the profile, where there is a GPU that has one.
-fn tables() -> Result<Tables, fulgurite::Error> {
-    match Cuda::open(0, Options::default()) {
-        Ok(gpu) => Ok(crate::args::profiles().tables(&gpu.name())?),
-        Err(_) => Ok(Tables::default()),
+/// The architecture to explain and its tile configurations: the one that the engine names, else that of the GPU of this
+/// machine, with its profile, else Hopper.
+fn machine(args: &ExplainArgs) -> Result<(Target, Tables), fulgurite::Error> {
+    match (args.engine.engine, Cuda::open(0, Options::default())) {
+        (Choice::SimArch(arch), _) => Ok((Target::new(arch), Tables::default())),
+        (_, Ok(gpu)) => Ok((gpu.target(), crate::args::profiles().tables(&gpu.name())?)),
+        (_, Err(_)) => Ok((Target::HOPPER, Tables::default())),
     }
 }
 
@@ -135,7 +143,7 @@ impl ExplainArgs {
     }
 }
 
-fn hopper(args: &ExplainArgs, problem: &Problem, explained: &Explained) -> Result<Hopper, Failure> {
+fn on_gpu(args: &ExplainArgs, problem: &Problem, explained: &Explained) -> Result<OnGpu, Failure> {
     let busiest = explained.units.first().map_or(1.0, |(_, cycles)| cycles.max(1e-9));
     let units =
         explained.units.iter().map(|&(name, cycles)| Unit { name, cycles_a_block: cycles, share: cycles / busiest });
@@ -154,7 +162,7 @@ fn hopper(args: &ExplainArgs, problem: &Problem, explained: &Explained) -> Resul
         ),
         Err(e) => e.to_string(),
     });
-    Ok(Hopper {
+    Ok(OnGpu {
         kernel: explained.kernel.name.clone(),
         why: explained.why.clone(),
         tile_config: explained.tile_config.clone(),
@@ -200,35 +208,37 @@ fn text(results: &Results) -> String {
     let mut lines = vec![results.problem.clone(), String::new()];
     lines.extend(results.engines.iter().map(|engine| format!("  {engine}")));
     lines.push(String::new());
-    match &results.hopper {
-        Err(refused) => lines.push(format!("on Hopper: {refused}")),
-        Ok(hopper) => {
-            let [rows, cols] = hopper.tile;
-            lines.push(format!("on Hopper: {}, {}", hopper.kernel, hopper.why));
-            lines.push(format!("  tiles      {}", hopper.tile_config));
+    let place = format!("on {} ({})", results.gpu, results.arch);
+    match &results.on_gpu {
+        Err(refused) => lines.push(format!("{place}: {refused}")),
+        Ok(found) => {
+            let [rows, cols] = found.tile;
+            lines.push(format!("{place}: {}, {}", found.kernel, found.why));
+            lines.push(format!("  tiles      {}", found.tile_config));
             let backward = results.pass == "backward";
             let of_tiles = match backward {
-                false => format!("{rows} rows of queries, {cols} keys a block, {} blocks", hopper.blocks),
-                true => format!("{rows} keys, {cols} queries a step, {} steps", hopper.blocks),
+                false => format!("{rows} rows of queries, {cols} keys a block, {} blocks", found.blocks),
+                true => format!("{rows} keys, {cols} queries a step, {} steps", found.blocks),
             };
             lines.push(format!("  tiles      {of_tiles}"));
-            lines.extend(hopper.assembler.iter().map(|report| format!("  assembler  {report}")));
+            lines.extend(found.assembler.iter().map(|report| format!("  assembler  {report}")));
             let block = if backward { "step of queries" } else { "block of keys" };
-            lines.push(format!("  cycles of a multiprocessor for a {block}, counted by the simulator"));
-            for Unit { name, cycles_a_block, share } in &hopper.units {
+            lines.push(format!("  cycles of an SM for a {block}, counted by the simulator"));
+            for Unit { name, cycles_a_block, share } in &found.units {
                 lines.push(format!("    {name:<24} {cycles_a_block:>7.0}  {:>4.0} %", share * 100.0));
             }
-            let (bound, tflops) = (hopper.bound_us, hopper.bound_tflops);
-            if hopper.other_launches_us > 0.0 {
+            let (bound, tflops) = (found.bound_us, found.bound_tflops);
+            if found.other_launches_us > 0.0 {
                 lines.push(format!(
                     "  around     {:.1} us of memory for the launches before and after it, part of the bound",
-                    hopper.other_launches_us
+                    found.other_launches_us
                 ));
             }
             lines.push(format!(
-                "  bound      {bound:.1} us, {tflops:.0} TFLOP/s: the busiest unit alone, H200 at full clock"
+                "  bound      {bound:.1} us, {tflops:.0} TFLOP/s: the busiest unit alone, {} at full clock",
+                results.gpu
             ));
-            if let Some(us) = hopper.measured_us {
+            if let Some(us) = found.measured_us {
                 lines.push(format!("  measured   {us:.1} us, {:.0} % of the bound", bound / us * 100.0));
             }
         }

@@ -85,7 +85,7 @@ pub fn main(args: &SimArgs) -> Result<(), Failure> {
             say(&format!("  {finding}"))?;
         }
         if args.counters {
-            say(&counters(&done.report).to_string())?;
+            say(&counters(&done.report, &done.architecture).to_string())?;
         }
         if let (Some(path), Some(cycles)) = (&args.trace, cycles) {
             say(&format!("{}: about {cycles} cycles", path.display()))?;
@@ -147,7 +147,7 @@ fn failure(e: SimError) -> Failure {
 }
 
 /// A column for each role and one for all, then the cycles that each unit needs.
-fn counters(report: &Report) -> Table {
+fn counters(report: &Report, architecture: &Architecture) -> Table {
     let total = report.total();
     let mut columns: Vec<(&str, _)> = report.roles.iter().map(|(name, counts)| (name.as_str(), counts)).collect();
     if columns.len() > 1 {
@@ -161,7 +161,6 @@ fn counters(report: &Report) -> Table {
         let cells = all.iter().map(|column| column[i].1.to_string());
         table.add_row(std::iter::once((*name).to_owned()).chain(cells));
     }
-    let architecture = Architecture::H200;
     let cycles: Vec<Vec<(&str, f64)>> = columns.iter().map(|(_, c)| architecture.cycles(c)).collect();
     for (i, (unit, _)) in cycles[0].iter().enumerate() {
         let name = format!("cycles of one SM: {unit}");

@@ -12,44 +12,44 @@ fn explained(args: &[&str]) -> Value {
 #[test]
 fn a_problem_is_explained_without_a_gpu() {
     let found = explained(&["--causal", "--q-len", "2048"]);
-    let hopper = &found["hopper"]["Ok"];
-    assert_eq!(hopper["kernel"], "attention_forward");
-    assert!(hopper["tile_config"].as_str().unwrap().starts_with("groups=2 cols=128"), "{found}");
+    let on_gpu = &found["on_gpu"]["Ok"];
+    assert_eq!(on_gpu["kernel"], "attention_forward");
+    assert!(on_gpu["tile_config"].as_str().unwrap().starts_with("groups=2 cols=128"), "{found}");
     // 16 tiles of 128 rows see 1 to 16 blocks of 128 keys each, in 16 heads.
-    assert_eq!(hopper["blocks"], 16 * (16 * 17 / 2));
+    assert_eq!(on_gpu["blocks"], 16 * (16 * 17 / 2));
     // A block is 4 x 128 x 128 x 128 FLOP, of which a multiprocessor does 4096 a cycle.
-    let tensor = hopper["units"].as_array().unwrap().iter().find(|unit| unit["name"] == "tensor").unwrap();
+    let tensor = on_gpu["units"].as_array().unwrap().iter().find(|unit| unit["name"] == "tensor").unwrap();
     assert_eq!(tensor["cycles_a_block"], 2048.0);
-    assert!(hopper["bound_tflops"].as_f64().unwrap() < 989.5, "{found}");
+    assert!(on_gpu["bound_tflops"].as_f64().unwrap() < 989.5, "{found}");
     assert!(found["engines"].as_array().unwrap().iter().any(|line| line.as_str().unwrap().contains("runs it")));
 }
 
 #[test]
 fn gradients_are_explained_without_a_gpu() {
     let found = explained(&["--backward", "--q-len", "4096"]);
-    let hopper = &found["hopper"]["Ok"];
-    assert_eq!((&found["pass"], &hopper["kernel"]), (&"backward".into(), &"attention_backward".into()));
-    assert!(hopper["tile_config"].as_str().unwrap().starts_with("share=keys rows=80 adds=engine"), "{found}");
-    assert!(hopper["why"].as_str().unwrap().contains("the copy engine adds d_q"), "{found}");
+    let on_gpu = &found["on_gpu"]["Ok"];
+    assert_eq!((&found["pass"], &on_gpu["kernel"]), (&"backward".into(), &"attention_backward".into()));
+    assert!(on_gpu["tile_config"].as_str().unwrap().starts_with("share=keys rows=80 adds=engine"), "{found}");
+    assert!(on_gpu["why"].as_str().unwrap().contains("the copy engine adds d_q"), "{found}");
     // 32 tiles of 128 keys see 52 steps of 80 queries each, the last not whole, in 16 heads.
-    assert_eq!(hopper["blocks"], 16 * 32 * 52);
+    assert_eq!(on_gpu["blocks"], 16 * 32 * 52);
     // Five products of 2 x 128 x 80 x 128 FLOP, of which a multiprocessor does 4096 a cycle.
-    let tensor = hopper["units"].as_array().unwrap().iter().find(|unit| unit["name"] == "tensor").unwrap();
+    let tensor = on_gpu["units"].as_array().unwrap().iter().find(|unit| unit["name"] == "tensor").unwrap();
     assert_eq!(tensor["cycles_a_block"], 3200.0);
     // o, d_o, d_q, and sums twice, of 16 x 4096 rows.
     let around = (16 * 4096) as f64 * (3.0 * 2.0 + 2.0 * 4.0) * 128.0 / 4.8e12 * 1e6;
-    assert!((hopper["other_launches_us"].as_f64().unwrap() / around - 1.0).abs() < 1e-3, "{found}");
-    assert!(hopper["bound_tflops"].as_f64().unwrap() < 989.5, "{found}");
+    assert!((on_gpu["other_launches_us"].as_f64().unwrap() / around - 1.0).abs() < 1e-3, "{found}");
+    assert!(on_gpu["bound_tflops"].as_f64().unwrap() < 989.5, "{found}");
     // Another mask, other cuts: half the steps and those on the diagonal.
     let causal = explained(&["--backward", "--causal", "--q-len", "512", "--heads", "2"]);
-    assert_eq!(causal["hopper"]["Ok"]["tile"], serde_json::json!([128, 64]));
-    assert_eq!(causal["hopper"]["Ok"]["blocks"], 2 * (8 + 6 + 4 + 2));
-    assert!(causal["hopper"]["Ok"]["why"].as_str().unwrap().contains("adapted"), "{causal}");
+    assert_eq!(causal["on_gpu"]["Ok"]["tile"], serde_json::json!([128, 64]));
+    assert_eq!(causal["on_gpu"]["Ok"]["blocks"], 2 * (8 + 6 + 4 + 2));
+    assert!(causal["on_gpu"]["Ok"]["why"].as_str().unwrap().contains("adapted"), "{causal}");
     let softcap = explained(&["--backward", "--softcap", "30", "--q-len", "512", "--window", "40,0"]);
-    let cycles = softcap["hopper"]["Ok"]["units"][0]["cycles_a_block"].as_f64().unwrap();
+    let cycles = softcap["on_gpu"]["Ok"]["units"][0]["cycles_a_block"].as_f64().unwrap();
     assert!(cycles >= 1280.0, "at least the products of 64 keys and 64 queries: {softcap}");
     let f32 = explained(&["--backward", "--dtype", "f32"]);
-    assert!(f32["hopper"]["Err"].as_str().unwrap().contains("does not have dtype f32"), "{f32}");
+    assert!(f32["on_gpu"]["Err"].as_str().unwrap().contains("does not have dtype f32"), "{f32}");
 }
 
 /// Few queries wait for memory: as many bytes as their keys have.
@@ -57,19 +57,19 @@ fn gradients_are_explained_without_a_gpu() {
 fn few_queries_are_bound_by_memory() {
     let args = ["--q-len", "1", "--k-len", "8192", "--heads", "32", "--kv-heads", "8", "--batch", "32"];
     let found = explained(&args);
-    let hopper = &found["hopper"]["Ok"];
-    assert_eq!(hopper["kernel"], "attention_decode");
-    assert_eq!(hopper["units"][0]["name"], "global memory");
+    let on_gpu = &found["on_gpu"]["Ok"];
+    assert_eq!(on_gpu["kernel"], "attention_decode");
+    assert_eq!(on_gpu["units"][0]["name"], "global memory");
     let bytes = 32.0 * 8.0 * 8192.0 * 128.0 * 2.0 * 2.0;
     let least = bytes / 4.8e12 * 1e6;
-    let bound = hopper["bound_us"].as_f64().unwrap();
+    let bound = on_gpu["bound_us"].as_f64().unwrap();
     assert!((least..1.02 * least).contains(&bound), "{bound} us of {least}");
 }
 
 #[test]
-fn what_hopper_lacks_is_said() {
+fn what_a_gpu_lacks_is_said() {
     let found = explained(&["--dtype", "f32"]);
-    let refused = found["hopper"]["Err"].as_str().unwrap();
+    let refused = found["on_gpu"]["Err"].as_str().unwrap();
     assert!(refused.contains("does not have dtype f32") && refused.contains("cpu"), "{refused}");
 }
 
@@ -79,7 +79,7 @@ fn the_unit_of_a_precision_is_said() {
         let found = explained(&["--precision", precision, "--engine", "cpu"]);
         let lines: Vec<&str> = found["engines"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
         assert!(lines.iter().any(|line| line.contains("runs it") && line.contains(words)), "{lines:?}");
-        assert!(found["hopper"]["Err"].as_str().unwrap().contains(&format!("precision {precision}")), "{found}");
+        assert!(found["on_gpu"]["Err"].as_str().unwrap().contains(&format!("precision {precision}")), "{found}");
     }
 }
 
@@ -92,4 +92,17 @@ fn wrong_calls_are_refused() {
     let done = fulgurite(&folder, &["explain", "--heads", "3", "--kv-heads", "2"]);
     assert_eq!(done.code, 2);
     assert!(done.err.starts_with("error: `heads`: 3 query heads over 2 key/value heads"), "{}", done.err);
+}
+
+/// The engine `sim:ARCH` names the architecture.
+#[test]
+fn any_architecture_is_explained() {
+    let found = explained(&["--q-len", "1024", "--head-dim", "64", "--engine", "sim:sm_89"]);
+    assert_eq!((&found["arch"], &found["gpu"]), (&"sm_89".into(), &"L40S".into()));
+    let on_gpu = &found["on_gpu"]["Ok"];
+    assert!(on_gpu["tile_config"].as_str().unwrap().starts_with("blocks=2 cols=80"), "{found}");
+    // 8 tiles of 128 rows see 13 blocks of 80 keys each, in 16 heads; an SM does 1024 FLOP a cycle.
+    assert_eq!(on_gpu["blocks"], 16 * 8 * 13);
+    let tensor = on_gpu["units"].as_array().unwrap().iter().find(|unit| unit["name"] == "tensor").unwrap();
+    assert_eq!(tensor["cycles_a_block"], (4 * 128 * 80 * 64) as f64 / 1024.0);
 }

@@ -105,7 +105,7 @@ pub fn backward_keys(
 }
 
 impl GradientAnswer {
-    pub(crate) fn new(problem: &Problem, sums: walk::Sums) -> GradientAnswer {
+    pub(crate) fn new(problem: &Problem, sums: walk::GradientSums) -> GradientAnswer {
         GradientAnswer {
             d_q: sums.d_q,
             d_k: sums.d_k,

@@ -287,7 +287,7 @@ pub(crate) fn forward_rows<A: Arithmetic>(bound: &Bound<'_>, rows: &[At]) -> Vec
 }
 
 /// All gradients, row-major in the shapes of the problem.
-pub(crate) struct Sums {
+pub(crate) struct GradientSums {
     pub d_q: Vec<f64>,
     pub d_k: Vec<f64>,
     pub d_v: Vec<f64>,
@@ -295,10 +295,10 @@ pub(crate) struct Sums {
     pub d_aux: Vec<Option<Vec<f64>>>,
 }
 
-impl Sums {
-    fn zeros(problem: &Problem) -> Sums {
+impl GradientSums {
+    fn zeros(problem: &Problem) -> GradientSums {
         let zeros = |shape: &[usize]| vec![0.0; shape.iter().product()];
-        Sums {
+        GradientSums {
             d_q: zeros(&problem.q_shape()),
             d_k: zeros(&problem.k_shape()),
             d_v: zeros(&problem.v_shape()),
@@ -388,7 +388,7 @@ pub(crate) fn noise<A: Arithmetic, B: Arithmetic>(
     d_lse: Option<&TensorView<'_>>,
 ) -> Vec<Vec<f64>> {
     let problem = bound.problem();
-    let Sums { mut d_sinks, mut d_aux, .. } = Sums::zeros(problem);
+    let GradientSums { mut d_sinks, mut d_aux, .. } = GradientSums::zeros(problem);
     for sequence in bound.sequences() {
         for (h, d_sink) in d_sinks.iter_mut().enumerate() {
             let (exact, rounded) = (Head::new::<A>(bound, *sequence, h), Head::new::<B>(bound, *sequence, h));
@@ -416,9 +416,13 @@ pub(crate) fn noise<A: Arithmetic, B: Arithmetic>(
 }
 
 /// Computes all gradients.
-pub(crate) fn backward<A: Arithmetic>(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> Sums {
+pub(crate) fn backward<A: Arithmetic>(
+    bound: &Bound<'_>,
+    d_o: &TensorView<'_>,
+    d_lse: Option<&TensorView<'_>>,
+) -> GradientSums {
     let problem = bound.problem();
-    let mut sums = Sums::zeros(problem);
+    let mut sums = GradientSums::zeros(problem);
     for sequence in bound.sequences() {
         let rows = |shape: &[usize], side| packed_layout(bound, shape, sequence, side);
         let q_rows = rows(&problem.q_shape(), Side::Query);

@@ -8,7 +8,7 @@ mod nonfinite;
 mod on_matrix_unit;
 mod row_stats;
 
-use crate::evaluate::{KEYS, Plan};
+use crate::evaluate::{KEYS, TileProgram};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::modify::{Modifier, evaluator, in_blocks};
 use crate::pool;
@@ -66,7 +66,7 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
         let d_q = if in_place { SharedRows::new(&mut gradients.d_q) } else { SharedRows::over(&mut wide) };
         let items = items(cx);
         let tiles: Vec<Vec<Tile>> = pairs(cx).map(|(s, h)| cx.tiles(s, h).collect()).collect();
-        let work = Work {
+        let call = CallData {
             cx,
             saved: &saved,
             rows: &rows,
@@ -85,8 +85,8 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
         // order.
         let threads = if cx.problem.aux_gradients().is_empty() { threads } else { 1 };
         pool::run(threads, items.len(), &|i| match on_matrix_unit::unit(cx) {
-            Some(unit) => work.item_on_matrix_unit(&items[i], unit),
-            None => work.item(&items[i]),
+            Some(unit) => call.item_on_matrix_unit(&items[i], unit),
+            None => call.item(&items[i]),
         });
     }
     if !in_place {
@@ -135,7 +135,7 @@ fn items(cx: &Context<'_>) -> Vec<Item> {
     items
 }
 
-struct Work<'a> {
+struct CallData<'a> {
     cx: &'a Context<'a>,
     saved: &'a Saved<'a>,
     rows: &'a RowTable,
@@ -154,7 +154,7 @@ struct Work<'a> {
 }
 
 /// The workspace of an item.
-struct Space<'w> {
+struct Workspace<'w> {
     d_k: &'w mut [f32],
     d_v: &'w mut [f32],
     s: &'w mut [f32],
@@ -180,7 +180,7 @@ struct TileStats {
     inverse: Option<[f32; MAX_LANES]>,
 }
 
-impl Work<'_> {
+impl CallData<'_> {
     fn keys(&self, item: &Item, number: usize) -> Range<usize> {
         let len = run_len(self.cx);
         number * len..((number + 1) * len).min(self.cx.bound.sequences()[item.sequence].k_len)
@@ -211,9 +211,9 @@ impl Work<'_> {
             let [k_packed, k, v, d_k, d_v, s, dp, derivative, q, d_o, q_packed, d_o_turned, d_q] =
                 sizes.map(|n| arena.take(n));
             let modifier = cx.modifier(cx.unit.score_scale(cx));
-            let mut space = Space { d_k, d_v, s, dp, derivative, modifier, q, d_o, q_packed, d_o_turned, d_q };
-            space.d_k.fill(0.0);
-            space.d_v.fill(0.0);
+            let mut workspace = Workspace { d_k, d_v, s, dp, derivative, modifier, q, d_o, q_packed, d_o_turned, d_q };
+            workspace.d_k.fill(0.0);
+            workspace.d_v.fill(0.0);
             let sequence = &cx.bound.sequences()[item.sequence];
             let k = cx.keys(cx.bound.k(), sequence, item.kv_head, keys.clone(), [cx.d, cx.d_pad], k);
             let v = cx.keys(cx.bound.v(), sequence, item.kv_head, keys.clone(), [cx.dv, cx.dv_pad], v).rows;
@@ -226,10 +226,10 @@ impl Work<'_> {
                 if !cx.sees_any(tile, &stats.lanes, keys.clone(), BLOCK) {
                     continue;
                 }
-                self.tile(&stats, keys.clone(), [k, packed], (v, &finite), &mut space);
-                self.add_to_d_q(item, number, &stats, space.d_q, cx.d_pad);
+                self.tile(&stats, keys.clone(), [k, packed], (v, &finite), &mut workspace);
+                self.add_to_d_q(item, number, &stats, workspace.d_q, cx.d_pad);
             }
-            self.store_keys(item, keys, [space.d_k, space.d_v], [cx.d_pad, cx.dv_pad]);
+            self.store_keys(item, keys, [workspace.d_k, workspace.d_v], [cx.d_pad, cx.dv_pad]);
         });
     }
 
@@ -268,41 +268,42 @@ impl Work<'_> {
         TileStats { tile: *tile, lanes: cx.lanes(tile), lse, delta, max, inverse }
     }
 
-    /// Processes all blocks of a run of keys for one tile: adds to dK and dV, and leaves the run's dQ in `space`.
+    /// Processes all blocks of a run of keys for one tile: adds to dK and dV, and leaves the run's dQ in `workspace`.
     fn tile(
         &self,
         stats: &TileStats,
         keys: Range<usize>,
         [k, packed]: [KeyRows<'_>; 2],
         (v, finite): (Matrix<'_>, &[bool]),
-        space: &mut Space<'_>,
+        workspace: &mut Workspace<'_>,
     ) {
         let cx = self.cx;
         let stride = stats.lanes.stride;
         let sequence = &cx.bound.sequences()[stats.tile.sequence];
-        cx.unit.queries(cx, &stats.tile, stride, space.q, space.q_packed);
+        cx.unit.queries(cx, &stats.tile, stride, workspace.q, workspace.q_packed);
         let mut rows_finite = true;
-        for (view, n, width, out) in
-            [(cx.bound.q(), cx.d, cx.d_pad, &mut *space.q), (&self.saved.d_o, cx.dv, cx.dv_pad, &mut *space.d_o)]
-        {
+        for (view, n, width, out) in [
+            (cx.bound.q(), cx.d, cx.d_pad, &mut *workspace.q),
+            (&self.saved.d_o, cx.dv, cx.dv_pad, &mut *workspace.d_o),
+        ] {
             let rows = cx.query_layout(view.strides(), sequence);
             rows_finite &= cx.gather(&stats.tile, &view.data(), &rows, n, &mut out[..stride * width], width);
         }
-        cx.kernels.transpose(space.d_o, cx.dv_pad, space.d_o_turned, stride, stride, cx.dv_pad);
-        space.d_q[..stride * cx.d_pad].fill(0.0);
+        cx.kernels.transpose(workspace.d_o, cx.dv_pad, workspace.d_o_turned, stride, stride, cx.dv_pad);
+        workspace.d_q[..stride * cx.d_pad].fill(0.0);
         for start in keys.clone().step_by(BLOCK) {
             let first = start - keys.start;
             let [own, packed] = [k, packed].map(|k| KeyRows { rows: k.rows.at(first, 0), ..k });
             for piece in cx.pieces(&stats.tile, start..(start + BLOCK).min(keys.end)) {
                 let Some(step) = cx.step(&stats.tile, &stats.lanes, &piece, start) else { continue };
                 let all_finite = rows_finite && finite[first / BLOCK];
-                if self.block(stats, &step, (start, first, all_finite), packed, v.at(first, 0), space) {
+                if self.block(stats, &step, (start, first, all_finite), packed, v.at(first, 0), workspace) {
                     continue;
                 }
                 for seg in step.segments(1) {
                     let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
-                    let ds = Matrix::new(space.dp, stride).at(key, lane);
-                    let d_q = MatrixMut::at(space.d_q, cx.d_pad, lane, 0);
+                    let ds = Matrix::new(workspace.dp, stride).at(key, lane);
+                    let d_q = MatrixMut::at(workspace.d_q, cx.d_pad, lane, 0);
                     let size = [lanes, cx.d_pad, keys];
                     let own = own.rows.at(key, 0);
                     cx.kernels.gemm_transposed(d_q, ds, own, size, Sum::Onto, &mut Ahead::default());
@@ -320,56 +321,57 @@ impl Work<'_> {
         (start, first, finite): (usize, usize, bool),
         k: KeyRows<'_>,
         v: Matrix<'_>,
-        space: &mut Space<'_>,
+        workspace: &mut Workspace<'_>,
     ) -> bool {
         let cx = self.cx;
         let (stride, width) = (stats.lanes.stride, cx.kernels.lanes);
         let (d, dv) = (cx.d_pad, cx.dv_pad);
         let products = Products { step, stride, ahead: &mut Ahead::default() };
-        cx.unit.scores(cx, products, k, space.q_packed, space.s);
+        cx.unit.scores(cx, products, k, workspace.q_packed, workspace.s);
         let modified = cx.is_modified();
         if !modified {
-            cx.scale_scores(step, stride, space.s);
+            cx.scale_scores(step, stride, workspace.s);
         }
         for seg in step.segments(1) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
-            let d_o = Matrix::new(space.d_o_turned, stride).at(0, lane);
-            let dp = MatrixMut::at(space.dp, stride, key, lane);
+            let d_o = Matrix::new(workspace.d_o_turned, stride).at(0, lane);
+            let dp = MatrixMut::at(workspace.dp, stride, key, lane);
             cx.kernels.gemm(dp, v.at(key, 0), d_o, [keys, lanes, cx.dv], Sum::Fresh, &mut Ahead::default());
         }
         if step.rest || modified {
             let lanes = (&stats.tile, &stats.lanes);
-            cx.modify(&mut space.modifier, lanes, (step, start), space.s, Some(&mut *space.derivative));
+            cx.modify(&mut workspace.modifier, lanes, (step, start), workspace.s, Some(&mut *workspace.derivative));
         }
-        let seen = if finite { None } else { self.partly_seen(stats, step, start, space.s) };
-        cx.kernels.grad(&mut self.grad_args(stats, step, [space.s, space.dp], space.derivative));
-        self.normalise(stats, step, [space.s, space.dp]);
+        let seen = if finite { None } else { self.partly_seen(stats, step, start, workspace.s) };
+        cx.kernels.grad(&mut self.grad_args(stats, step, [workspace.s, workspace.dp], workspace.derivative));
+        self.normalise(stats, step, [workspace.s, workspace.dp]);
         if let Some(seen) = &seen {
-            [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
+            [&mut *workspace.s, &mut *workspace.dp].into_iter().for_each(|x| seen.clear(x));
         }
         if modified {
-            nonfinite::clear_past(&stats.tile, stride, step, [space.s, space.dp]);
+            nonfinite::clear_past(&stats.tile, stride, step, [workspace.s, workspace.dp]);
         }
         if self.goes_through() {
-            self.through_modifier(stats, step, start, (space.dp, space.derivative));
+            self.through_modifier(stats, step, start, (workspace.dp, workspace.derivative));
         }
-        self.round_weights(stats, step, space.s);
+        self.round_weights(stats, step, workspace.s);
         if let Some(seen) = &seen {
-            let sums = nonfinite::Sums {
-                d_k: (&mut space.d_k[first * d..], d),
-                d_v: (&mut space.d_v[first * dv..], dv),
-                d_q: (space.d_q, [d, 1]),
+            let sums = nonfinite::BlockGradients {
+                d_k: (&mut workspace.d_k[first * d..], d),
+                d_v: (&mut workspace.d_v[first * dv..], dv),
+                d_q: (workspace.d_q, [d, 1]),
             };
-            self.add_visible(stats, start, seen, [space.s, space.dp], sums);
+            self.add_visible(stats, start, seen, [workspace.s, workspace.dp], sums);
             return true;
         }
         for seg in step.segments(1) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
-            let (p, ds) = (Matrix::new(space.s, stride).at(key, lane), Matrix::new(space.dp, stride).at(key, lane));
-            let (d_o, q) = (Matrix::new(space.d_o, dv).at(lane, 0), Matrix::new(space.q, d).at(lane, 0));
-            let d_v = MatrixMut::at(space.d_v, dv, first + key, 0);
+            let (p, ds) =
+                (Matrix::new(workspace.s, stride).at(key, lane), Matrix::new(workspace.dp, stride).at(key, lane));
+            let (d_o, q) = (Matrix::new(workspace.d_o, dv).at(lane, 0), Matrix::new(workspace.q, d).at(lane, 0));
+            let d_v = MatrixMut::at(workspace.d_v, dv, first + key, 0);
             cx.kernels.gemm(d_v, p, d_o, [keys, dv, lanes], Sum::Onto, &mut Ahead::default());
-            let d_k = MatrixMut::at(space.d_k, d, first + key, 0);
+            let d_k = MatrixMut::at(workspace.d_k, d, first + key, 0);
             cx.kernels.gemm(d_k, ds, q, [keys, d, lanes], Sum::Onto, &mut Ahead::default());
         }
         false
@@ -470,7 +472,7 @@ impl Work<'_> {
         for gradient in cx.problem.aux_gradients() {
             let shape = &cx.problem.aux()[gradient.aux].shape;
             let programs = gradient.at.iter().chain([&gradient.derivative]);
-            let plans: Vec<Plan<'_>> = programs.map(|program| Plan::new(program, cx.pack == 1)).collect();
+            let plans: Vec<TileProgram<'_>> = programs.map(|program| TileProgram::new(program, cx.pack == 1)).collect();
             let mut all: Vec<_> = plans.iter().map(|plan| evaluator(plan, cx.bound)).collect();
             all.iter_mut().for_each(|own| own.prepare(&env));
             let Some((derivative, at)) = all.split_last_mut() else { continue };

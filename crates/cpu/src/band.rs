@@ -215,7 +215,7 @@ struct Band<'a> {
 }
 
 /// Buffers of a vector of rows.
-struct Space<'w> {
+struct Workspace<'w> {
     rows: &'w mut [f32],
     q: &'w mut [f32],
     p: &'w mut [f32],
@@ -224,11 +224,11 @@ struct Space<'w> {
 
 impl<'a> Band<'a> {
     /// Computes some rows, at most [`BAND`] vectors of them.
-    fn compute_rows(&self, range: Range<usize>, packed: &mut [Packed<'_, 'a>; 2], space: &mut Space<'_>) {
+    fn compute_rows(&self, range: Range<usize>, packed: &mut [Packed<'_, 'a>; 2], workspace: &mut Workspace<'_>) {
         let (cx, kernels, head) = (self.cx, self.cx.kernels, self.item.head);
         let (lanes, n) = (BAND * kernels.lanes, range.len());
         let (panels, seen) = self.view.seen(cx, range.clone(), self.origins);
-        let Space { rows, q, p, o } = space;
+        let Workspace { rows, q, p, o } = workspace;
         for (packed, panels) in packed.iter_mut().zip(&panels) {
             packed.reach(cx, panels.end, rows);
         }
@@ -350,7 +350,7 @@ pub(crate) fn walk(
     with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
         let [far_k, near_k, far_v, near_v, rows, q, p, o] = sizes.map(|n| arena.take(n));
-        let mut space = Space { rows, q, p, o };
+        let mut workspace = Workspace { rows, q, p, o };
         let head = item.head / cx.problem.group();
         let [far, near] = runs;
         let band = Band {
@@ -373,7 +373,7 @@ pub(crate) fn walk(
             let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);
             found.kept = admitted.into_iter().map(|t| t as i32).collect();
             for first in own.clone().step_by(lanes) {
-                band.compute_rows(first..(first + lanes).min(own.end), &mut packed, &mut space);
+                band.compute_rows(first..(first + lanes).min(own.end), &mut packed, &mut workspace);
             }
             done(number, found);
         }

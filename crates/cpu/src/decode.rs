@@ -5,7 +5,7 @@
 //! processed together, a few keys at a time, so that memory is read nearly sequentially: only then does the hardware
 //! prefetch.
 
-use crate::forward::{Out, Plan, with_sink};
+use crate::forward::{Out, RunOptions, with_sink};
 use crate::memory::{Arena, SharedRows, with_results, with_workspace};
 use crate::modify::Modifier;
 use crate::nonfinite::Visible;
@@ -64,7 +64,7 @@ pub(crate) fn run(
     cx: &Context<'_>,
     sequences: &[usize],
     out: &Out<'_>,
-    plan: &Plan,
+    plan: &RunOptions,
     probe: Option<&Probe<'_>>,
 ) -> Counters {
     let mut parts = Vec::new();

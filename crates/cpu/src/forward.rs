@@ -21,13 +21,13 @@ use std::sync::Mutex;
 /// cache with their O.
 const ITEM_ELEMENTS: usize = 128 * 1024;
 
-pub(crate) struct Plan {
+pub(crate) struct RunOptions {
     pub rescale: Rescale,
     pub threads: usize,
 }
 
 /// Fills `outputs`.
-pub(crate) fn run(cx: &Context<'_>, outputs: &mut Outputs<'_>, plan: &Plan) -> Counters {
+pub(crate) fn run(cx: &Context<'_>, outputs: &mut Outputs<'_>, plan: &RunOptions) -> Counters {
     if !cx.bound.all_queries_used() {
         outputs.o.fill(0.0);
         outputs.lse.fill(f64::NEG_INFINITY);
@@ -195,13 +195,13 @@ fn walk(
         for &policy in passes {
             for start in (0..last).step_by(span * block_keys) {
                 let starts = (start..last.min(start + span * block_keys)).step_by(block_keys);
-                let blocks: Vec<Block<'_, _>> = starts
+                let blocks: Vec<PackedBlock<'_, _>> = starts
                     .zip(&mut buffers)
                     .map(|(start, [k, v])| {
                         let range = start..(start + block_keys).min(sequence.k_len);
                         let own = Keys { sequence, head: item.kv_head, range: range.clone() };
                         // Pack when the first tile needs it.
-                        Block { keys: range, rows: LazyCell::new(move || cx.unit.block_of(cx, &own, [k, v])) }
+                        PackedBlock { keys: range, rows: LazyCell::new(move || cx.unit.block_of(cx, &own, [k, v])) }
                     })
                     .collect();
                 let end = blocks.last().map_or(last, |block| block.keys.end);
@@ -277,7 +277,7 @@ fn look_near(
 }
 
 /// Keys and values that are packed together.
-struct Block<'b, F> {
+struct PackedBlock<'b, F> {
     keys: Range<usize>,
     rows: LazyCell<[KeyRows<'b>; 2], F>,
 }
@@ -293,7 +293,7 @@ pub(crate) struct State<'w, 'a, 'm> {
 
 /// The first block from which on all lanes of a tile see every key up to their ends, if they see any; else one past the
 /// last.
-fn begin<F>(cx: &Context<'_>, queries: &QueryTile<'_>, blocks: &[Block<'_, F>]) -> usize {
+fn begin<F>(cx: &Context<'_>, queries: &QueryTile<'_>, blocks: &[PackedBlock<'_, F>]) -> usize {
     let (lanes, n) = (&queries.lanes, blocks.len());
     let lo = lanes.lo[..lanes.stride].iter().max().map_or(0, |&lo| lo as usize);
     let first = blocks.iter().position(|block| block.keys.start >= lo).unwrap_or(n);
@@ -306,7 +306,7 @@ fn pipeline<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     cx: &Context<'_>,
     walk: &mut [QueryTile<'_>],
     begins: &[usize],
-    blocks: &[Block<'b, F>],
+    blocks: &[PackedBlock<'b, F>],
     policy: Policy,
     state: &mut State<'_, '_, '_>,
 ) {
@@ -315,7 +315,7 @@ fn pipeline<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     let blocks = &blocks[earliest..];
     let mut own: Vec<PipelinedQueries<'_, '_>> = Vec::with_capacity(walk.len());
     for (queries, &begin) in walk.iter_mut().zip(begins).filter(|(_, begin)| **begin < earliest + blocks.len()) {
-        let sees_none = |block: &Block<'b, F>| cx.sees_none(&queries.tile, &queries.lanes, &block.keys);
+        let sees_none = |block: &PackedBlock<'b, F>| cx.sees_none(&queries.tile, &queries.lanes, &block.keys);
         let hidden = if cx.problem.mask_rest().is_some() { blocks.iter().map(sees_none).collect() } else { Vec::new() };
         own.push(PipelinedQueries { queries, begin: begin - earliest, hidden });
     }

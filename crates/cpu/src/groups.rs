@@ -1,7 +1,7 @@
 //! Attention on minifloats in groups: operands are rounded as they are read (for backward, before), then the ordinary
 //! path runs with rounded weights.
 
-use crate::forward::{Plan, run};
+use crate::forward::{RunOptions, run};
 use crate::minifloat_unit::{Expanded, Operand};
 use crate::tiles::Context;
 use crate::{Counters, Options};
@@ -103,6 +103,6 @@ pub(crate) fn backward(
     crate::backward::run(&cx, &saved, gradients, options.threads());
 }
 
-fn plan(options: &Options) -> Plan {
-    Plan { rescale: options.rescale(), threads: options.threads() }
+fn plan(options: &Options) -> RunOptions {
+    RunOptions { rescale: options.rescale(), threads: options.threads() }
 }

@@ -165,7 +165,7 @@ impl Counters {
 /// Computes forward attention into `outputs`, which must fit the problem ([`Outputs::check`]).
 pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> Counters {
     let (kernels, threads) = (options.kernels(), options.threads());
-    let plan = forward::Plan { rescale: options.rescale(), threads };
+    let plan = forward::RunOptions { rescale: options.rescale(), threads };
     match bound.problem().precision() {
         Precision::Int8(spec) => {
             let unit = int8::Int8Unit::new(bound, &spec, kernels, threads);
@@ -193,7 +193,7 @@ pub fn forward_inputs(
     if unit.suspicious() {
         inputs.bind(problem)?;
     }
-    let plan = forward::Plan { rescale: options.rescale(), threads };
+    let plan = forward::RunOptions { rescale: options.rescale(), threads };
     Ok(forward::run(&tiles::Context::with(&bound, kernels, &unit), outputs, &plan))
 }
 

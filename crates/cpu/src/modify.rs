@@ -3,7 +3,7 @@
 //! A mask that heads share becomes bits once per call: one word per tile and key, a bit per lane. The words tell which
 //! blocks a tile skips, which it takes as if there were no mask, and which scores of the others are hidden.
 
-use crate::evaluate::{Evaluator, KEYS, LaneEnv, Plan};
+use crate::evaluate::{Evaluator, KEYS, LaneEnv, TileProgram};
 use crate::pool;
 use crate::simd::{STRIP_LANES, Square};
 use crate::step::Step;
@@ -20,15 +20,15 @@ const MOST_WORDS: usize = 8 << 20;
 
 /// The expressions of a problem, planned for a call.
 pub(crate) struct Expressions<'a> {
-    score: Option<Plan<'a>>,
-    derivative: Option<Plan<'a>>,
-    mask: Option<Plan<'a>>,
+    score: Option<TileProgram<'a>>,
+    derivative: Option<TileProgram<'a>>,
+    mask: Option<TileProgram<'a>>,
     bits: OnceLock<MaskBits>,
 }
 
 impl<'a> Expressions<'a> {
     pub fn new(problem: &'a Problem, one_head: bool) -> Self {
-        let plan = |program: Option<&'a Program>| program.map(|program| Plan::new(program, one_head));
+        let plan = |program: Option<&'a Program>| program.map(|program| TileProgram::new(program, one_head));
         Expressions {
             score: plan(problem.score_program()),
             derivative: plan(problem.score_derivative()).filter(|plan| !plan.is_one()),
@@ -94,7 +94,7 @@ impl Context<'_> {
 
     /// Whether scores may grow or fall along the keys, however similar queries and keys are.
     pub fn slopes(&self) -> bool {
-        self.expressions.score.as_ref().is_some_and(Plan::slopes)
+        self.expressions.score.as_ref().is_some_and(TileProgram::slopes)
     }
 
     /// Whether the derivative of the modifiers is not 1 everywhere.
@@ -278,7 +278,7 @@ impl Context<'_> {
         expressions.bits.get_or_init(|| MaskBits { words, sequences });
     }
 
-    fn fill_bits(&self, plan: &Plan<'_>, rest: &Program, tile: &Tile, words: &mut [u64]) {
+    fn fill_bits(&self, plan: &TileProgram<'_>, rest: &Program, tile: &Tile, words: &mut [u64]) {
         let lanes = self.lanes(tile);
         let mut mask = Evaluator::new(plan, self.bound.aux(), 1.0, false);
         mask.prepare(&self.env(tile, &lanes, 0..lanes.stride));
@@ -301,7 +301,7 @@ impl Context<'_> {
 }
 
 /// Evaluators of the gradient of an auxiliary tensor.
-pub(crate) fn evaluator<'a>(plan: &'a Plan<'a>, bound: &'a Bound<'a>) -> Evaluator<'a> {
+pub(crate) fn evaluator<'a>(plan: &'a TileProgram<'a>, bound: &'a Bound<'a>) -> Evaluator<'a> {
     Evaluator::new(plan, bound.aux(), 1.0, false)
 }
 

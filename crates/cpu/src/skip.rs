@@ -168,7 +168,7 @@ struct SkipTile<'w> {
 }
 
 /// Keys and values that are packed together.
-struct Block<'b, F> {
+struct PackedBlock<'b, F> {
     /// Index of the first key.
     start: usize,
     k: KeyRows<'b>,
@@ -178,7 +178,7 @@ struct Block<'b, F> {
 }
 
 /// Scratch memory of a pass over the keys.
-struct Space<'w, 'a, 'm> {
+struct Workspace<'w, 'a, 'm> {
     modifier: Modifier<'m>,
     /// Scores, for each tile of lanes of a tile of rows.
     scored: Vec<&'w mut [f32]>,
@@ -187,9 +187,9 @@ struct Space<'w, 'a, 'm> {
     counters: Counters,
 }
 
-impl<'a, 'm> Space<'_, 'a, 'm> {
+impl<'a, 'm> Workspace<'_, 'a, 'm> {
     fn state(&mut self, walker: usize) -> State<'_, 'a, 'm> {
-        let Space { scored, scratch, ahead, counters, modifier } = self;
+        let Workspace { scored, scratch, ahead, counters, modifier } = self;
         State { s: &mut *scored[walker], scratch, ahead, counters, modifier }
     }
 }
@@ -201,8 +201,8 @@ impl SkipTile<'_> {
         &mut self,
         cx: &Context<'_>,
         (t, keys): (usize, Range<usize>),
-        (i, block): (usize, &Block<'b, F>),
-        space: &mut Space<'_, '_, '_>,
+        (i, block): (usize, &PackedBlock<'b, F>),
+        workspace: &mut Workspace<'_, '_, '_>,
     ) {
         let whole = block.finite
             && keys.len() == cx.unit.block(cx)
@@ -218,11 +218,18 @@ impl SkipTile<'_> {
         if let Some(limit) = self.limit {
             // Every walker looks, because all must agree to drop a tile.
             let mut drop = block.finite;
-            for (walker, s) in self.walkers.iter_mut().zip(&mut space.scored) {
+            for (walker, s) in self.walkers.iter_mut().zip(&mut workspace.scored) {
                 drop &= if whole {
                     walker.is_below_whole(cx, block.k, limit, s)
                 } else {
-                    walker.is_below(cx, (block.k, block.start), limit, s, &mut space.ahead[0], &mut space.modifier)
+                    walker.is_below(
+                        cx,
+                        (block.k, block.start),
+                        limit,
+                        s,
+                        &mut workspace.ahead[0],
+                        &mut workspace.modifier,
+                    )
                 };
             }
             if drop {
@@ -240,7 +247,7 @@ impl SkipTile<'_> {
                     if whole {
                         walker.look(cx, &piece, block.start);
                     }
-                    walker.fold(cx, [block.k, *block.v], block.start, looked && !whole, space.state(n));
+                    walker.fold(cx, [block.k, *block.v], block.start, looked && !whole, workspace.state(n));
                 }
             }
         }
@@ -266,7 +273,7 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
         let mut arena = Arena::new(workspace);
         let [rows, values, weights] = sizes.map(|n| arena.take(n));
         let mut buffers: Vec<[&mut [f32]; 2]> = (0..span).map(|_| block_sizes.map(|n| arena.take(n))).collect();
-        let mut space = Space {
+        let mut workspace = Workspace {
             modifier: cx.modifier(cx.unit.score_scale(cx)),
             scored: (0..subs).map(|_| arena.take(block * lanes)).collect(),
             scratch: Scratch::new(values, weights),
@@ -303,28 +310,28 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             let head = item.head / cx.problem.group();
             if let Some([last, .., first] | [last @ first]) = spans.peek() {
                 let next_keys = at(first) * block..((at(last) + 1) * block).min(sequence.k_len);
-                cx.ask_keys(sequence, head, next_keys, &mut space.ahead);
+                cx.ask_keys(sequence, head, next_keys, &mut workspace.ahead);
             }
             let groups = || visits.chunk_by(|a, b| at(a) == at(b));
-            let blocks: Vec<Block<'_, _>> = groups()
+            let blocks: Vec<PackedBlock<'_, _>> = groups()
                 .zip(&mut buffers)
                 .map(|(group, [k, v])| {
                     let start = at(&group[0]) * block;
                     let keys = Keys { sequence, head, range: start..(start + block).min(sequence.k_len) };
                     let k = cx.packer.keys(cx, &keys, k);
                     let finite = !looks || k.finite || all_finite(cx, &keys, rows);
-                    Block { start, k, finite, v: LazyCell::new(move || cx.packer.values(cx, &keys, v)) }
+                    PackedBlock { start, k, finite, v: LazyCell::new(move || cx.packer.values(cx, &keys, v)) }
                 })
                 .collect();
             for tile in &mut tiles {
                 for (i, &t) in groups().enumerate().flat_map(|(i, group)| group.iter().map(move |t| (i, t))) {
                     if tile.admitted.binary_search(&t).is_ok() {
                         let keys = t * cols..((t + 1) * cols).min(sequence.k_len);
-                        tile.meet(cx, (t, keys), (i, &blocks[i]), &mut space);
+                        tile.meet(cx, (t, keys), (i, &blocks[i]), &mut workspace);
                     }
                 }
                 for (n, walker) in tile.walkers.iter_mut().enumerate() {
-                    walker.fold_kept(cx, &blocks, space.state(n));
+                    walker.fold_kept(cx, &blocks, workspace.state(n));
                 }
             }
         }
@@ -477,7 +484,7 @@ impl<'w> Walker<'w> {
     fn fold_kept<'b, F: FnOnce() -> KeyRows<'b>>(
         &mut self,
         cx: &Context<'_>,
-        blocks: &[Block<'b, F>],
+        blocks: &[PackedBlock<'b, F>],
         mut state: State<'_, '_, '_>,
     ) {
         let Some(kept) = self.kept.as_mut().filter(|kept| !kept.is_empty()) else { return };

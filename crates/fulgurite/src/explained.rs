@@ -1,4 +1,4 @@
-//! Explains how a problem runs on Hopper, and estimates a bound on its time, without a GPU.
+//! Explains how a problem runs on a GPU architecture, and estimates a bound on its time, without a GPU.
 //!
 //! The kernel runs on the simulator twice: for a few key blocks of one tile (backward: a few steps of queries for a few
 //! key tiles), and for a few more. The difference is the cost of one block for each unit of an SM. The busiest unit
@@ -11,17 +11,15 @@ use crate::{Error, Unsupported};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{Inputs, Problem, ProblemBuilder, Saved, Tensor};
 use fulgurite_kernels::attention::backward::plan::BackwardPlan;
-use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Order, Share};
+use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Share};
 use fulgurite_kernels::attention::decode::ROWS;
 use fulgurite_kernels::attention::forward::plan::{ConfigTable, ForwardPlan, NoKernel, TileConfig};
+use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Operator, Refusal};
 use fulgurite_ptx::{BuildError, Kernel, Target};
-use fulgurite_sim::{Architecture, Sim};
+use fulgurite_sim::{Architecture, Options, Sim};
 use std::sync::Arc;
 
-/// The machine that is explained: attention kernels exist for Hopper.
-const TARGET: Target = Target::HOPPER;
-
-/// How attention on a problem, or its gradients, runs on Hopper.
+/// How attention on a problem, or its gradients, runs on a GPU architecture.
 #[derive(Debug, Clone)]
 pub struct Explained {
     /// The kernel; for backward, the one that computes the gradients.
@@ -36,35 +34,41 @@ pub struct Explained {
     pub blocks: u64,
     /// Cycles of each unit of an SM per block or step, the busiest unit first.
     pub units: Vec<(&'static str, f64)>,
-    /// Seconds of H200 memory time for the launches before and after the kernel.
+    /// Seconds of memory time for the launches before and after the kernel.
     pub other_launches_seconds: f64,
-    /// Seconds of the busiest unit for the whole problem, on all SMs of an H200 at its full clock, plus
-    /// `other_launches_seconds`.
+    /// Seconds of the busiest unit for the whole problem, on all SMs of [`Arch::gpu`](fulgurite_ptx::Arch::gpu) at its
+    /// full clock, plus `other_launches_seconds`.
     pub bound_seconds: f64,
 }
 
 /// Explains a problem, given by its builder and its sizes.
 ///
 /// ```
-/// use fulgurite::gpu::explain;
+/// use fulgurite::gpu::{Arch, Target, explain};
 /// use fulgurite::{DType, Mask, Problem};
 ///
 /// let builder = Problem::builder().heads(16, 16).head_dim(128).dtype(DType::Bf16).mask(Mask::causal());
-/// let explained = explain(&builder, [1, 4096, 4096], &Default::default())?;
+/// let explained = explain(&builder, [1, 4096, 4096], Target::new(Arch::SM_90A), &Default::default())?;
 /// assert_eq!(explained.kernel.name, "attention_forward");
 /// assert_eq!(explained.units[0].0, "tensor");
 /// # Ok::<(), fulgurite::Error>(())
 /// ```
-pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> Result<Explained, Error> {
-    let table = &tables.forward;
+pub fn explain(
+    builder: &ProblemBuilder,
+    sizes: [usize; 3],
+    target: Target,
+    tables: &Tables,
+) -> Result<Explained, Error> {
     let [batch, q_len, k_len] = sizes;
     let problem = builder.clone().dense(batch, q_len, k_len).build()?;
-    let plan = ForwardPlan::by_table(&problem, None, table).map_err(refuse)?;
-    let kernel = plan.kernel(TARGET).map_err(unbuilt)?;
+    let plan = Forward::plan(&problem, &ForwardOptions::default(), target, tables).map_err(refused)?;
+    let kernel = plan.kernel(target).map_err(unbuilt)?;
     let (rows, group) = (problem.max_q_len() * problem.group(), problem.group());
     let longest = problem.head_dim().max(problem.value_dim());
-    let (tile, tile_config, why) = match plan.decode_config() {
-        Some(config) => (
+    let keys_seen = ForwardPlan::keys_seen(&problem);
+    let by_keys = |from: &str| format!("head_dim {longest}, {k_len} keys: {from}");
+    let (tile, tile_config, why) = match (plan.decode_config(), plan.config(), plan.sync_config()) {
+        (Some(config), ..) => (
             [ROWS, config.cols],
             format!("cols={} depth={} whole={}", config.cols, config.depth, config.whole),
             format!(
@@ -72,15 +76,17 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
                  the split depends on their number alone"
             ),
         ),
-        None => {
-            let config = plan.config().expect("bug in fulgurite: a plan for wgmma has its configuration");
-            let from = origin(config, table, longest, ForwardPlan::keys_seen(&problem));
-            (
-                [plan.tile_rows(), config.cols],
-                format!("{config} rescale={}", config.rescale),
-                format!("head_dim {longest}, {k_len} keys: {from}"),
-            )
-        }
+        (None, Some(config), _) => (
+            [plan.tile_rows(), config.cols],
+            format!("{config} rescale={}", config.rescale),
+            by_keys(origin(config, &tables.forward, longest, keys_seen)),
+        ),
+        (None, None, Some(config)) => (
+            [plan.tile_rows(), config.cols],
+            format!("{config} rescale={}", config.rescale),
+            by_keys(origin(config, &tables.sync, longest, keys_seen)),
+        ),
+        (None, None, None) => unreachable!("bug in fulgurite: a forward plan without a tile configuration"),
     };
     let why = match plan.least_copies() {
         Some(copies) => format!(
@@ -92,28 +98,33 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
     let why = why + &skipped(plan.expression_blocks());
     let is_decode = plan.decode_config().is_some();
     let blocks = blocks(&problem, tile, is_decode);
-    let units = units(builder, &problem, (tile, is_decode), (&kernel.name, tables))?;
-    let (other_launches_seconds, bound_seconds) = (0.0, bound(&units, blocks));
+    let units = units(builder, &problem, (tile, is_decode), Counted { kernel: &kernel.name, target, tables })?;
+    let (other_launches_seconds, bound_seconds) = (0.0, bound(&units, blocks, target));
     Ok(Explained { kernel, tile_config, why, tile, blocks, units, other_launches_seconds, bound_seconds })
 }
 
 /// Explains the gradients of a problem, given by its builder and its sizes.
 ///
 /// ```
-/// use fulgurite::gpu::explain_backward;
+/// use fulgurite::gpu::{Arch, Target, explain_backward};
 /// use fulgurite::{DType, Problem};
 ///
 /// let builder = Problem::builder().heads(16, 16).head_dim(128).dtype(DType::Bf16);
-/// let explained = explain_backward(&builder, [1, 4096, 4096], &Default::default())?;
+/// let explained = explain_backward(&builder, [1, 4096, 4096], Target::new(Arch::SM_90A), &Default::default())?;
 /// assert_eq!(explained.kernel.name, "attention_backward");
 /// assert_eq!(explained.tile, [128, 80]);
 /// # Ok::<(), fulgurite::Error>(())
 /// ```
-pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> Result<Explained, Error> {
+pub fn explain_backward(
+    builder: &ProblemBuilder,
+    sizes: [usize; 3],
+    target: Target,
+    tables: &Tables,
+) -> Result<Explained, Error> {
     let [batch, q_len, k_len] = sizes;
     let problem = builder.clone().dense(batch, q_len, k_len).build()?;
-    let plan = BackwardPlan::by_table(&problem, (false, Order::Any), &tables.backward, TARGET.arch).map_err(refuse)?;
-    let kernels = plan.kernels(TARGET).map_err(unbuilt)?;
+    let plan = Backward::plan(&problem, &BackwardOptions::default(), target, tables).map_err(refused)?;
+    let kernels = plan.kernels(target).map_err(unbuilt)?;
     let (config, longest) = (plan.config(), problem.head_dim().max(problem.value_dim()));
     let shares = match config.share {
         Share::Keys => "warpgroups share the keys of a tile and keep whole rows of d_k and d_v",
@@ -132,14 +143,14 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
         Adds::CopyEngine => "the copy engine adds d_q from shared memory",
     };
     let from = origin(config, &tables.backward, longest.next_multiple_of(8), k_len as u64);
-    let units = step_units(builder, &problem, config, (&kernels.main.name, tables))?;
+    let units = step_units(builder, &problem, config, Counted { kernel: &kernels.main.name, target, tables })?;
     let blocks = plan.steps_of_tiles();
     // o, d_o and d_q in 16 bits; the f32 sums of d_q are zeroed before the kernel and read after it.
     let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
     // Parts of d_k and d_v are written and read once.
     let rows = batch as f64 * problem.q_heads() as f64 * q_len as f64;
     let bytes = rows * row_bytes as f64 + 2.0 * plan.head_part_bytes() as f64;
-    let gpu = Architecture::of(&TARGET.arch);
+    let gpu = Architecture::of(&target.arch);
     let other_launches_seconds = bytes / (gpu.global_bytes * f64::from(gpu.arch.sms) * gpu.gigahertz * 1e9);
     Ok(Explained {
         kernel: kernels.main.as_ref().clone(),
@@ -152,7 +163,7 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
         tile: [config.keys(), config.rows],
         blocks,
         other_launches_seconds,
-        bound_seconds: bound(&units, blocks) + other_launches_seconds,
+        bound_seconds: bound(&units, blocks, target) + other_launches_seconds,
         units,
     })
 }
@@ -191,6 +202,13 @@ fn refuse(missing: NoKernel) -> Unsupported {
     Unsupported { engine: "cuda".into(), feature, instead: "the engine `cpu` has it".into() }
 }
 
+fn refused(refusal: Refusal) -> Error {
+    match refusal {
+        Refusal::NoKernel(missing) => refuse(missing).into(),
+        other => refuse(NoKernel { feature: other.to_string() }).into(),
+    }
+}
+
 /// The error for a tile configuration of the tables that has no kernel.
 fn unbuilt(e: BuildError) -> Unsupported {
     refuse(NoKernel { feature: format!("a kernel with the tile configuration of its table: {e}") })
@@ -207,8 +225,8 @@ fn origin<T: TileConfig>(config: T, table: &ConfigTable<T>, head_dim: usize, key
 }
 
 /// Seconds of the busiest unit for this many blocks.
-fn bound(units: &[(&'static str, f64)], blocks: u64) -> f64 {
-    let (busiest, gpu) = (units.first().map_or(0.0, |(_, cycles)| *cycles), Architecture::of(&TARGET.arch));
+fn bound(units: &[(&'static str, f64)], blocks: u64, target: Target) -> f64 {
+    let (busiest, gpu) = (units.first().map_or(0.0, |(_, cycles)| *cycles), Architecture::of(&target.arch));
     busiest * blocks as f64 / f64::from(gpu.arch.sms) / (gpu.gigahertz * 1e9)
 }
 
@@ -240,12 +258,20 @@ fn simulated_heads(problem: &Problem) -> usize {
     problem.group().min(if problem.aux().is_empty() { 16 } else { 128 })
 }
 
+/// A kernel to count on the simulator: its name, the GPU, and the tile configurations.
+#[derive(Clone, Copy)]
+struct Counted<'a> {
+    kernel: &'a str,
+    target: Target,
+    tables: &'a Tables,
+}
+
 /// Cycles of each unit per key block: the difference of two runs on the simulator.
 fn units(
     builder: &ProblemBuilder,
     problem: &Problem,
     ([rows, cols], is_decode): ([u32; 2], bool),
-    (kernel, tables): (&str, &Tables),
+    counted: Counted<'_>,
 ) -> Result<Vec<(&'static str, f64)>, Error> {
     /// Key blocks of the two runs.
     const RUNS: [usize; 2] = [4, 8];
@@ -257,10 +283,10 @@ fn units(
         // A window narrower than the runs would make them equal: let it reach all keys, and keep its mask code.
         let small = builder.clone().windows_reaching(k_len as i64).heads(group, 1).dense(1, q_len, k_len).build()?;
         // Use the tile configuration of the whole problem, not that of a short sequence.
-        let forward = tables.forward.clone().as_for(ForwardPlan::keys_seen(problem));
-        let tables = Tables { forward, ..tables.clone() };
+        let (Tables { forward, sync, backward }, keys) = (counted.tables.clone(), ForwardPlan::keys_seen(problem));
+        let tables = Tables { forward: forward.as_for(keys), sync: sync.as_for(keys), backward };
         simulated(
-            kernel,
+            counted,
             &small,
             |sim| OnDevice::new(sim, None, tables),
             |engine, inputs| engine.forward(&small, inputs, &Run::default()).map(|_| ()),
@@ -279,26 +305,26 @@ fn step_units(
     builder: &ProblemBuilder,
     problem: &Problem,
     config: BackwardConfig,
-    (kernel, tables): (&str, &Tables),
+    counted: Counted<'_>,
 ) -> Result<Vec<(&'static str, f64)>, Error> {
     const TILES: usize = 2;
     let group = simulated_heads(problem);
     let k_len = TILES * config.keys() as usize;
     let cycles = |q_len: usize| {
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
-        let plan =
-            BackwardPlan::by_table(&small, (false, Order::Any), &tables.backward, TARGET.arch).map_err(refuse)?;
+        let plan = Backward::plan(&small, &BackwardOptions::default(), counted.target, counted.tables);
+        let plan = plan.map_err(refused)?;
         let steps = plan.with_config(config).steps_of_tiles();
         // Zeros instead of forward's LSE make the sums of p wrong, but the work is the same.
         let [o, d_o] =
             [Tensor::zeros(small.dtype(), &small.o_shape())?, Tensor::zeros(small.dtype(), &small.o_shape())?];
         let lse = Tensor::zeros(fulgurite_core::DType::F32, &small.lse_shape())?;
         let saved = Saved { o: o.view(), lse: lse.view(), d_o: d_o.view(), d_lse: None };
-        let engine = |sim| OnDevice::new(sim, None, tables.clone()).forcing(config);
+        let engine = |sim| OnDevice::new(sim, None, counted.tables.clone()).forcing(config);
         let backward = |engine: &OnDevice<Sim>, inputs: &Inputs<'_>| {
             engine.backward(&small, inputs, &saved, &Run::default()).map(|_| ())
         };
-        Ok::<_, Error>((simulated(kernel, &small, engine, backward)?, steps))
+        Ok::<_, Error>((simulated(counted, &small, engine, backward)?, steps))
     };
     let (few, few_steps) = cycles(config.rows as usize)?;
     let (many, many_steps) = cycles(4 * config.rows as usize)?;
@@ -307,12 +333,12 @@ fn step_units(
 
 /// Cycles of each unit for one kernel of a call on the simulator.
 fn simulated(
-    kernel: &str,
+    counted: Counted<'_>,
     problem: &Problem,
     engine: impl FnOnce(Arc<Sim>) -> OnDevice<Sim>,
     call: impl FnOnce(&OnDevice<Sim>, &Inputs<'_>) -> Result<(), Error>,
 ) -> Result<Vec<(&'static str, f64)>, Error> {
-    let sim = Arc::new(Sim::default());
+    let sim = Arc::new(Sim::on(counted.target, Options::default()));
     let engine = engine(sim.clone());
     let mut rng = Rng::new(1);
     let mut tensor =
@@ -323,7 +349,7 @@ fn simulated(
     let mut inputs = Inputs::new(q.view(), k.view(), v.view());
     inputs.aux = problem.aux().iter().zip(&aux).map(|(spec, tensor)| (&spec.name[..], tensor.view())).collect();
     call(&engine, &inputs)?;
-    Ok(Architecture::of(&TARGET.arch).cycles(&sim.counts_of(kernel)))
+    Ok(sim.architecture().cycles(&sim.counts_of(counted.kernel)))
 }
 
 /// The cost of one more block for each unit, the busiest unit first.
@@ -343,13 +369,14 @@ fn apart(
 mod tests {
     use super::*;
     use fulgurite_core::{DType, Mask};
+    use fulgurite_kernels::attention::backward::Order;
 
     /// A block of keys costs as much under a narrow window as under a wide one.
     #[test]
     fn windows_of_any_width_have_a_bound() {
         let bound = |mask: Mask| {
             let builder = Problem::builder().heads(2, 2).head_dim(128).dtype(DType::Bf16).mask(mask);
-            explain(&builder, [1, 2048, 2048], &Tables::default()).unwrap()
+            explain(&builder, [1, 2048, 2048], Target::HOPPER, &Tables::default()).unwrap()
         };
         let wide = bound(Mask::window(1024, 0));
         for mask in [Mask::window(128, 0), Mask::causal().and(Mask::window(128, 0)), Mask::window(300, 300)] {
@@ -360,14 +387,29 @@ mod tests {
         }
     }
 
-    /// What is said about heads that share keys.
+    /// An architecture without `wgmma` has another kernel and other rates.
+    #[test]
+    fn each_architecture_has_its_own_plan() {
+        let builder = Problem::builder().heads(2, 2).head_dim(64).dtype(DType::Bf16);
+        let on = |name: &str| {
+            let target = Target::named(name).unwrap();
+            explain(&builder, [1, 2048, 2048], target, &Tables::default()).unwrap()
+        };
+        let [ada, hopper] = [on("sm_89"), on("sm_90a")];
+        assert_eq!(ada.tile, [128, 80]);
+        assert!(ada.tile_config.starts_with("blocks=2 cols=80 depth=2 rescale="), "{}", ada.tile_config);
+        assert!(ada.why.ends_with("the built-in tile configuration for them"), "{}", ada.why);
+        assert!(ada.bound_seconds > hopper.bound_seconds && ada.kernel.target == Target::named("sm_89").unwrap());
+    }
+
+    /// The text about heads that share keys.
     #[test]
     fn heads_that_share_keys_are_explained() {
         let said = |heads: [usize; 2], head_dim: usize, text: &str| {
             let builder = Problem::builder().heads(heads[0], heads[1]).head_dim(head_dim).dtype(DType::Bf16);
             let problem = builder.mask(Mask::causal()).dense(4, 2048, 2048).build().unwrap();
             let table = ConfigTable::of(BackwardConfig::hopper(head_dim as u32).changed(text).unwrap());
-            let plan = BackwardPlan::by_table(&problem, (false, Order::Any), &table, TARGET.arch).unwrap();
+            let plan = BackwardPlan::by_table(&problem, (false, Order::Any), &table, Target::HOPPER.arch).unwrap();
             heads_of_tiles(&problem, &plan)
         };
         assert_eq!(said([8, 8], 64, ""), "");

@@ -267,6 +267,7 @@ impl Profile {
         Tables {
             forward: ConfigTable::default().with(self.forward.rows.iter().cloned()),
             backward: ConfigTable::default().with(self.backward.rows.iter().cloned()),
+            ..Tables::default()
         }
     }
 

@@ -14,24 +14,27 @@ pub use fulgurite_ptx::device::Device;
 pub use fulgurite_ptx::model::{Adder, Exponent, Rounding};
 pub use fulgurite_ptx::product::Number;
 pub use fulgurite_sim::{
-    Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, Timeline, Track,
+    Architecture, Counts, Fault, Finding, Line, Options, Order, Party, Period, Report, Sim, Timeline, Track,
 };
 
+use crate::device::TensorsOf;
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Layout, Problem};
-use fulgurite_kernels::attention::backward::Order as Adding;
-use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::backward::plan::Tensors as BackwardTensors;
 use fulgurite_kernels::attention::decode;
 use fulgurite_kernels::attention::forward::plan::{DeviceAux, DeviceBlockLists, DeviceTensor, NoKernel, Tensors};
 use fulgurite_kernels::gemm::mma_sync::SyncGemm;
 use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::gemm::{self, GemmConfig, Layouts};
-use fulgurite_kernels::operator::{Executable as _, Memory, Plan as _};
+use fulgurite_kernels::operator::{
+    Backward, BackwardOptions, Executable as _, Forward, ForwardOptions, Memory, Operator, Plan, Product, Refusal,
+    Tables,
+};
 use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, Example};
-use fulgurite_kernels::tensor_operator::{Call, Operand, TensorOperator, TensorProblem};
+use fulgurite_kernels::tensor_operator::{Call, Operand, TensorOperator, TensorProblem, WholeTensors};
 use fulgurite_kernels::tensor_type::TensorType;
 use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Span as GlobalSpan, Stream};
-use fulgurite_ptx::{Arch, BuildError, Major, bf16, f16};
+use fulgurite_ptx::{BuildError, Major, TensorUnit, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -108,6 +111,19 @@ pub enum SimError {
     Device(#[from] DeviceError),
 }
 
+impl From<Refusal> for SimError {
+    fn from(refusal: Refusal) -> SimError {
+        match refusal {
+            Refusal::NoKernel(e) => e.into(),
+            Refusal::Gemm(e) => e.into(),
+            other => SimError::Problem(other.to_string()),
+        }
+    }
+}
+
+/// The kernels of an operator's plan.
+type KernelsOf<O> = <<O as Operator>::Plan as Plan>::Kernels;
+
 /// Result of a simulation.
 #[derive(Debug, Clone)]
 pub struct Simulated {
@@ -115,6 +131,8 @@ pub struct Simulated {
     pub problem: String,
     /// Counters and findings of the launch.
     pub report: Report,
+    /// The rates of the simulated GPU.
+    pub architecture: Architecture,
 }
 
 /// A launch, with the memory that must outlive it.
@@ -226,7 +244,7 @@ pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulate
     match sim.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default()) {
         // The report already contains the kernel's own errors.
         Err(e) if sim.findings().is_empty() => Err(e.into()),
-        _ => Ok(Simulated { problem: prepared.problem, report: sim.report() }),
+        _ => Ok(Simulated { problem: prepared.problem, report: sim.report(), architecture: sim.architecture() }),
     }
 }
 
@@ -266,10 +284,10 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
         Example::Product { number, layouts } => maker.gemm(number, layouts, None),
         Example::SyncProduct { number, layouts } => maker.gemm(number, layouts, Some(SyncGemm { number, layouts })),
         Example::Attention { problem, part: AttentionPart::Backward { launch } } => {
-            maker.backward(problem, launch, |of, _| BackwardPlan::new(of, false, Adding::Any))
+            maker.backward(problem, launch, None)
         }
         Example::Attention { problem, part: AttentionPart::BackwardSync { launch } } => {
-            maker.backward(problem, launch, |of, arch| BackwardPlan::mma_sync(of, (false, Adding::Any), arch))
+            maker.backward(problem, launch, Some(TensorUnit::MmaSync))
         }
         Example::Attention { problem, part } => maker.forward(problem, part),
     }
@@ -311,6 +329,28 @@ impl Maker<'_> {
         }
     }
 
+    /// The kernels and launches of a call. The memory that the launches need is added to `memory`.
+    fn launches<O: Operator>(
+        &self,
+        (problem, options): (&O::Problem, &O::Options),
+        tensors: &TensorsOf<O>,
+        memory: &mut Vec<Buffer>,
+    ) -> Result<(KernelsOf<O>, Vec<Launch>), SimError> {
+        let (device, target) = (self.device, self.device.target());
+        let plan = O::plan(problem, options, target, &Tables::default())?;
+        let kernels = plan.build(target)?;
+        let executable = plan.with_kernels(kernels.clone());
+        let needs = executable.needs(tensors);
+        if needs.copies.is_some() {
+            return Err(SimError::Problem("the tensors of these sizes have to be copied first".into()));
+        }
+        let (counters, scratch) =
+            (device.zeroed(needs.counter_bytes.max(16))?, device.allocate(needs.scratch_bytes.max(16))?);
+        let of_call = Memory { counters: counters.span(), scratch: Some(scratch.span()), copies: None };
+        memory.extend([counters, scratch]);
+        Ok((kernels, executable.launches(tensors, &of_call, self.blocks())?))
+    }
+
     fn tensors(&mut self, operator: &'static TensorOperator) -> Result<Prepared, SimError> {
         let inputs = (operator.example)(self.sizes.m as usize, self.sizes.n as usize);
         let output = operator.output(&inputs).map_err(|e| SimError::Problem(e.to_string()))?;
@@ -333,10 +373,7 @@ impl Maker<'_> {
         let named = operator.inputs.iter().zip(&problem.inputs).map(|(name, input)| format!("{name} {input}"));
         let words = named.collect::<Vec<_>>().join(", ");
         let results = vec![(problem.inputs.len(), number(&output))];
-        let kernels = problem.build(self.device.target())?;
-        let none = Memory { counters: memory[0].span(), scratch: None, copies: None };
-        let launches = problem.with_kernels(kernels).launches(&call, &none, self.blocks());
-        let mut launches = launches.map_err(|e| SimError::Problem(e.to_string()))?;
+        let (_, mut launches) = self.launches::<WholeTensors>((&problem, &()), &call, &mut memory)?;
         let launch = launches.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
         Ok(Prepared { before: launches, launch, problem: words, memory, results })
     }
@@ -344,13 +381,6 @@ impl Maker<'_> {
     fn gemm(&mut self, number: Number, layouts: Layouts, sync: Option<SyncGemm>) -> Result<Prepared, SimError> {
         let Sizes { m, n, k, batch, padding, cluster, .. } = self.sizes;
         let plan = Gemm { number, layouts, config: GemmConfig { cluster, ..GemmConfig::default() } };
-        let target = self.device.target();
-        let kernel = Arc::new(match (number, sync) {
-            (Number::F16, Some(_)) => gemm::mma_sync::kernel::<f16>(target, layouts)?,
-            (_, Some(_)) => gemm::mma_sync::kernel::<bf16>(target, layouts)?,
-            (Number::F16, None) => gemm::kernel::<f16>(target, layouts, plan.config)?,
-            (_, None) => gemm::kernel::<bf16>(target, layouts, plan.config)?,
-        });
         let stride = |cols: u32| u64::from(cols.next_multiple_of(8) + 8 * padding);
         let mut memory = Vec::new();
         let stored = |major, outer, inner| match major {
@@ -369,8 +399,18 @@ impl Maker<'_> {
         };
         let matrices = [matrix(0), matrix(1), matrix(2)];
         let launch = match sync {
-            Some(plan) => plan.launch(kernel, matrices)?,
-            None => plan.launch(kernel, matrices, self.blocks())?,
+            Some(plan) => {
+                let target = self.device.target();
+                let kernel = match number {
+                    Number::F16 => gemm::mma_sync::kernel::<f16>(target, layouts)?,
+                    _ => gemm::mma_sync::kernel::<bf16>(target, layouts)?,
+                };
+                plan.launch(Arc::new(kernel), matrices)?
+            }
+            None => {
+                let (_, mut launches) = self.launches::<Product>((&plan, &()), &matrices, &mut memory)?;
+                launches.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?
+            }
         };
         let mut problem = format!("{batch} x {m} x {n} x {k}");
         if (padding, cluster) != (0, 1) {
@@ -457,13 +497,11 @@ impl Maker<'_> {
         &mut self,
         example: AttentionExample,
         at: usize,
-        plan: impl FnOnce(&Problem, Arch) -> Result<BackwardPlan, NoKernel>,
+        unit: Option<TensorUnit>,
     ) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, .. } = self.sizes;
         let number = example.number;
         let (problem, words) = self.problem(&example)?;
-        let plan = plan(&problem, self.device.target().arch)?;
-        let kernels = plan.kernels(self.device.target())?;
         let [of_q, of_k, ..] = self.shapes(&problem);
         // q, k, v, o, d_o, d_q, d_k, d_v.
         let shapes = [of_q, of_k, of_k, of_q, of_q, of_q, of_k, of_k];
@@ -474,15 +512,14 @@ impl Maker<'_> {
         let lse = vec![f32::to_le_bytes(6.0 + (k_len as f32).ln()); (batch * heads * q_len) as usize].concat();
         let lse_buffer = self.device.allocate(lse.len() as u64)?;
         self.device.upload(lse_buffer.span(), &lse)?;
-        let scratch = self.device.allocate(plan.scratch_bytes())?;
-        let workspace = scratch.span();
         let [q, k, v, o, d_o, d_q, d_k, d_v] =
             std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
         let mut tensors = BackwardTensors::new([q, k, v, o], lse_buffer.span(), d_o, [d_q, d_k, d_v]);
-        let mut others = vec![lse_buffer, scratch];
+        let mut others = vec![lse_buffer];
         let FeatureTensors { cu_seqlens, aux, lists, .. } = self.features(&problem, &mut others)?;
         (tensors.cu_seqlens, tensors.aux, tensors.lists) = (cu_seqlens, aux, lists);
-        let mut before = plan.plan(&kernels, &tensors, workspace, self.blocks())?.launches;
+        let call = (&problem, &BackwardOptions { unit, ..BackwardOptions::default() });
+        let (kernels, mut before) = self.launches::<Backward>(call, &tensors, &mut others)?;
         // Only the main kernel's d_k and d_v are compared: the sum of d_q has no defined order, and the workspace is
         // not a result.
         let is_main = before.get(at).is_some_and(|launch| Arc::ptr_eq(&launch.kernel, &kernels.main));
@@ -503,8 +540,6 @@ impl Maker<'_> {
             return Err(SimError::Size { size: "q-len", got: q_len, allowed });
         }
         let (problem, words) = self.problem(&example)?;
-        let plan = example.plan(&problem, part)?;
-        let kernel = Arc::new(plan.kernel(self.device.target())?);
         let shapes = self.shapes(&problem);
         let mut memory = Vec::new();
         for shape in shapes {
@@ -512,21 +547,18 @@ impl Maker<'_> {
         }
         let tensors = std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
         let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
-        let counters = self.device.allocate(plan.counter_bytes())?;
-        self.device.upload(counters.span(), &vec![0; plan.counter_bytes() as usize])?;
-        let scratch = self.device.allocate(plan.scratch_bytes().max(16))?;
-        let (lse_span, counter_span, workspace) = (lse.span(), counters.span(), scratch.span());
-        memory.extend([lse, counters, scratch]);
+        let lse_span = lse.span();
+        memory.push(lse);
         let FeatureTensors { sinks, cu_seqlens, aux, lists } = self.features(&problem, &mut memory)?;
-        let base = Tensors::new(tensors, lse_span, counter_span);
-        let tensors = Tensors { scratch: Some(workspace), sinks, cu_seqlens, aux, lists, ..base };
-        let block_table = plan.block_table_kernel(self.device.target())?.map(Arc::new);
-        let mut before: Vec<_> = block_table.iter().filter_map(|kernel| plan.block_table(kernel, &tensors)).collect();
-        if let Some(kernels) = plan.expression_kernels(self.device.target())? {
-            before.extend(plan.expression_launches(&kernels, &tensors)?);
-        }
-        let launch = plan.launch(kernel, &tensors, self.blocks())?;
-        let launch = launch.ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
+        let none = GlobalSpan::new(0, 0);
+        let tensors = Tensors { sinks, cu_seqlens, aux, lists, ..Tensors::new(tensors, lse_span, none) };
+        let options = ForwardOptions {
+            sinks: problem.has_sinks().then_some(DType::F32),
+            unit: (part == AttentionPart::ForwardSync).then_some(TensorUnit::MmaSync),
+            ..ForwardOptions::default()
+        };
+        let (_, mut before) = self.launches::<Forward>((&problem, &options), &tensors, &mut memory)?;
+        let launch = before.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
         Ok(Prepared { before, launch, problem: words, memory, results: vec![(3, number), (4, Number::F32)] })
     }
 }

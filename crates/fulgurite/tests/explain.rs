@@ -1,6 +1,6 @@
 //! `explain` answers for any problem: with a text, a plan or a typed error, never with a panic.
 
-use fulgurite::gpu::{self, Arch, TensorUnit};
+use fulgurite::gpu::{self, Arch, Target, TensorUnit};
 use fulgurite::{Choice, DType, Exp, Int8Attention, Mask, Precision, Problem, ProblemBuilder, explain};
 use fulgurite_core::BlockSpec;
 use fulgurite_core::cases;
@@ -63,7 +63,7 @@ fn every_engine_is_explained_for_any_problem() {
     assert_eq!(explained, 300);
 }
 
-/// A plan on Hopper, or an error with a text, for any sizes.
+/// A plan on any architecture, or an error with a text, for any sizes.
 #[test]
 fn any_problem_is_planned_or_refused() {
     let mut rng = Rng::new(35);
@@ -79,7 +79,9 @@ fn any_problem_is_planned_or_refused() {
             let mask = pick(&mut rng, &[Mask::causal(), Mask::window(3, 0)]);
             builder = Problem::builder().heads(2, 1).head_dim(dim).dtype(DType::Bf16).mask(mask);
         }
-        for found in [gpu::explain(&builder, sizes, &tables), gpu::explain_backward(&builder, sizes, &tables)] {
+        let target = Target::new(pick(&mut rng, &[Arch::SM_90A, Arch::SM_90A, Arch::SM_86, Arch::SM_100A]));
+        let found = [gpu::explain, gpu::explain_backward].map(|explain| explain(&builder, sizes, target, &tables));
+        for found in found {
             match found {
                 Ok(explained) => {
                     assert!(explained.bound_seconds.is_finite() && !explained.why.is_empty());
@@ -95,9 +97,9 @@ fn any_problem_is_planned_or_refused() {
     // Sizes whose products exceed 64 bits, and more heads than can be simulated.
     let large = Problem::builder().heads(71, 1).head_dim(64).dtype(DType::Bf16);
     let long = 1 << 28;
-    assert!(gpu::explain(&large, [1 << 18, long, long], &tables).unwrap().bound_seconds.is_finite());
+    assert!(gpu::explain(&large, [1 << 18, long, long], Target::HOPPER, &tables).unwrap().bound_seconds.is_finite());
     let wide = Problem::builder().heads(1 << 20, 1).head_dim(64).dtype(DType::Bf16);
-    assert!(gpu::explain(&wide, [1, 300, 300], &tables).unwrap().bound_seconds.is_finite());
+    assert!(gpu::explain(&wide, [1, 300, 300], Target::HOPPER, &tables).unwrap().bound_seconds.is_finite());
     assert!(planned >= 4 && refused >= 40, "{planned} planned, {refused} refused");
 }
 
@@ -138,9 +140,12 @@ fn any_configuration_of_a_profile_is_planned_or_refused() {
                 continue;
             }
         };
-        let tables = gpu::Tables { forward: ConfigTable::of(forward), backward: ConfigTable::of(backward) };
+        let (forward, backward) = (ConfigTable::of(forward), ConfigTable::of(backward));
+        let tables = gpu::Tables { forward, backward, ..gpu::Tables::default() };
         let sizes = [1, 65, 130];
-        for found in [gpu::explain(&problem, sizes, &tables), gpu::explain_backward(&problem, sizes, &tables)] {
+        for found in
+            [gpu::explain, gpu::explain_backward].map(|explain| explain(&problem, sizes, Target::HOPPER, &tables))
+        {
             match found {
                 Ok(explained) => planned += usize::from(explained.bound_seconds.is_finite()),
                 Err(e) => refused += usize::from(!e.to_string().is_empty()),

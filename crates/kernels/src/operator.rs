@@ -29,8 +29,10 @@ use thiserror::Error;
 /// Tile configurations for every operator that has a table of them.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Tables {
-    /// Tile configurations of forward attention.
+    /// Tile configurations of forward attention by `wgmma`.
     pub forward: ConfigTable,
+    /// Tile configurations of forward attention by `mma.sync`.
+    pub sync: ConfigTable<SyncConfig>,
     /// Tile configurations of the gradients of attention.
     pub backward: ConfigTable<BackwardConfig>,
 }
@@ -173,7 +175,7 @@ impl Operator for Forward {
     ) -> Result<ForwardPlan, Refusal> {
         let ForwardOptions { sinks, rescale, config, sync_config, lse, unit } = *options;
         let mut plan = match forward_unit(target, unit)? {
-            TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &ConfigTable::default())?,
+            TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?,
             _ => ForwardPlan::by_table(problem, rescale, &tables.forward)?,
         };
         if !lse {

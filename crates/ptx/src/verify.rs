@@ -4,8 +4,13 @@
 use crate::error::BuildError;
 use crate::inst::{Effect, Inst, Op, Reg, Together};
 use crate::kernel::{Kernel, RoleUse, Stmt};
+use crate::table::mbarrier;
 use std::collections::HashSet;
 use std::panic::Location;
+
+/// Waits on an mbarrier that return before the phase ends.
+const TRY_WAITS: [&Inst; 4] =
+    [&mbarrier::TRY_WAIT, &mbarrier::TRY_WAIT_CLUSTER, &mbarrier::TRY_WAIT_RELAXED, &mbarrier::TRY_WAIT_FOR];
 
 pub(crate) fn verify(kernel: &Kernel) -> Result<(), BuildError> {
     // Instructions come first: memory and register limits also depend on the target, and a missing instruction is the
@@ -155,7 +160,7 @@ fn check(
                 let leaves = body.iter().any(|s| matches!(s, Stmt::Break { cond, .. } if varying.contains(cond)));
                 // A wait on an mbarrier is a loop that each lane leaves at the end of the phase. All lanes see the same
                 // phase.
-                let waits = body.iter().any(|s| matches!(s, Stmt::Op(op) if op.inst.name.contains("try_wait")));
+                let waits = body.iter().any(|s| matches!(s, Stmt::Op(op) if TRY_WAITS.contains(&op.inst)));
                 check(kernel, body, branch.or((leaves && !waits).then_some(*at)), varying)?;
             }
             Stmt::Break { .. } => {}

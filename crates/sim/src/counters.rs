@@ -2,6 +2,7 @@
 
 use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::{Op, Unit};
+use fulgurite_ptx::table::float;
 use std::collections::BTreeMap;
 
 /// The bytes that a copy moves.
@@ -61,7 +62,7 @@ impl Counts {
         self.instructions += 1;
         *self.lanes.entry(op.inst.unit).or_default() += lanes;
         match op.inst.unit {
-            Unit::Special if op.inst.name.starts_with("ex2") => self.exps += lanes,
+            Unit::Special if [&float::EX2, &float::EX2_PAIR].contains(&op.inst) => self.exps += lanes,
             Unit::Fma => self.fmas += lanes,
             _ => {}
         }

@@ -26,7 +26,7 @@ impl fmt::Display for Line {
 
 /// A participant of a fault, and its position in the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Side {
+pub struct Party {
     /// Index of the CTA in the grid.
     pub block: u32,
     /// Role of the warp; empty if all threads run the same code.
@@ -41,7 +41,7 @@ pub struct Side {
     pub line: Line,
 }
 
-impl fmt::Display for Side {
+impl fmt::Display for Party {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "`{}` at {} (block {}", self.inst, self.line, self.block)?;
         if !self.role.is_empty() {
@@ -119,9 +119,9 @@ pub struct Finding {
     /// Byte address, if there is one: in global memory, or in the CTA's shared memory.
     pub address: Option<u64>,
     /// The access at which the fault was noticed.
-    pub here: Side,
+    pub here: Party,
     /// The other access of the fault.
-    pub other: Option<Side>,
+    pub other: Option<Party>,
 }
 
 impl Finding {

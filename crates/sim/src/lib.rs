@@ -59,7 +59,7 @@ mod world;
 
 pub use architecture::Architecture;
 pub use counters::Counts;
-pub use finding::{Fault, Finding, Line, Side};
+pub use finding::{Fault, Finding, Line, Party};
 pub use options::{Options, Order};
 pub use sim::{Report, Sim};
-pub use timeline::{Span, Timeline, Track};
+pub use timeline::{Period, Timeline, Track};

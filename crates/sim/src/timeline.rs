@@ -26,7 +26,7 @@ pub enum Track {
 
 /// Work or a wait that took some time.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Span {
+pub struct Period {
     /// Index of the CTA in the grid.
     pub block: u32,
     /// Row of the picture.
@@ -47,7 +47,7 @@ pub struct Span {
 #[derive(Debug, Clone, Default)]
 pub struct Timeline {
     /// All spans, ordered by their end.
-    pub spans: Vec<Span>,
+    pub spans: Vec<Period>,
     units: BTreeMap<u32, Units>,
 }
 
@@ -85,7 +85,7 @@ impl Timeline {
                 "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{block},\"tid\":{i},\"args\":{{\"name\":\"{name}\"}}}},"
             );
         }
-        let mut spans: Vec<(usize, &Span)> = self
+        let mut spans: Vec<(usize, &Period)> = self
             .spans
             .iter()
             .map(|span| {
@@ -190,7 +190,7 @@ impl World<'_> {
         {
             let (start, end, line) = (since, warp.now, self.program.lines[pc as usize].into());
             let what = "wait";
-            timeline.spans.push(Span { block, track: track.clone(), start, end, what, waits: true, line });
+            timeline.spans.push(Period { block, track: track.clone(), start, end, what, waits: true, line });
         }
         let units = timeline.units.entry(block).or_default();
         let part = (warp.index % 4) as usize;
@@ -212,14 +212,14 @@ impl World<'_> {
         if let Some(track) = track {
             let line: Line = op.at.into();
             // Merge consecutive work of one line into one span.
-            let joins = |s: &&mut Span| {
+            let joins = |s: &&mut Period| {
                 s.block == block && s.track == track && !s.waits && s.line == line && s.end + 8 >= start
             };
             match timeline.spans.iter_mut().rev().take(16).find(joins) {
                 Some(span) => span.end = span.end.max(end),
                 None => {
                     let what = op.inst.name;
-                    timeline.spans.push(Span { block, track, start, end, what, waits: false, line });
+                    timeline.spans.push(Period { block, track, start, end, what, waits: false, line });
                 }
             }
         }
@@ -235,7 +235,7 @@ impl World<'_> {
         let end = start + (flops as f64 / rates.tensor_rate(number.name())).ceil() as u64;
         units.tensor = end;
         let track = Track::Tensor;
-        timeline.spans.push(Span { block, track, start, end, what: "product", waits: false, line });
+        timeline.spans.push(Period { block, track, start, end, what: "product", waits: false, line });
         end + rates.tensor_latency
     }
 
@@ -250,7 +250,7 @@ impl World<'_> {
         let end = start + (f64::from(copy.bytes) / rates.shared_bytes).ceil() as u64;
         units.copy = end;
         let track = Track::Copy;
-        timeline.spans.push(Span { block, track, start, end, what: "copy", waits: false, line });
+        timeline.spans.push(Period { block, track, start, end, what: "copy", waits: false, line });
         end + rates.copy_latency
     }
 }

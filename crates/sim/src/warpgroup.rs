@@ -4,7 +4,7 @@ use crate::clock::{Clock, Part};
 use crate::finding::Fault;
 use crate::multiply::{Four, Matrix, units};
 use crate::shadow::{Access, Proxy, Toucher, Who};
-use crate::world::{Block, Cluster, SHARED_BASE, Snapshot, Status, Wait, Warp, World};
+use crate::world::{Cluster, Cta, SHARED_BASE, Snapshot, Status, Wait, Warp, World};
 use fulgurite_ptx::Number;
 use fulgurite_ptx::model;
 use fulgurite_ptx::product::{Descriptor, Left, Major, Product, left_element};
@@ -47,7 +47,7 @@ impl World<'_> {
     /// Reads an operand from shared memory.
     fn operand(
         &mut self,
-        block: &mut Block,
+        block: &mut Cta,
         pending: &Pending,
         bits: u64,
         number: Number,
@@ -167,7 +167,7 @@ impl World<'_> {
     }
 
     /// Records that the warp knows its products up to `target` to be complete.
-    pub fn retire_products(&mut self, block: &Block, warp: &mut Warp, target: u32) {
+    pub fn retire_products(&mut self, block: &Cta, warp: &mut Warp, target: u32) {
         warp.tick();
         let completions = &block.warpgroups[(warp.index / 4) as usize].completions;
         for product in warp.retired..target {

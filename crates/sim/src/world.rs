@@ -4,7 +4,7 @@ use crate::architecture::Architecture;
 use crate::clock::{Clock, Comp, Part};
 use crate::copy::{AfterCopies, Copy};
 use crate::counters::Counts;
-use crate::finding::{Fault, Finding, Side};
+use crate::finding::{Fault, Finding, Party};
 use crate::mbarrier::Bar;
 use crate::memory::Memory;
 use crate::options::{Options, Order};
@@ -154,7 +154,7 @@ pub(crate) struct Named {
 }
 
 /// State of a CTA.
-pub(crate) struct Block {
+pub(crate) struct Cta {
     /// Index in the grid; `at`: along each axis.
     pub index: u32,
     pub at: [u32; 3],
@@ -179,7 +179,7 @@ pub(crate) struct Block {
 #[derive(Default)]
 pub(crate) struct Cluster {
     pub id: u32,
-    pub blocks: Vec<Block>,
+    pub blocks: Vec<Cta>,
     pub warps: Vec<Warp>,
     /// Number of components assigned so far.
     pub comps: u32,
@@ -300,7 +300,7 @@ impl<'a> World<'a> {
             let index = id * size + rank;
             let at = [index % self.grid[0], index / self.grid[0] % self.grid[1], index / self.grid[0] / self.grid[1]];
             let bytes = u64::from(kernel.shared_bytes);
-            Block {
+            Cta {
                 index,
                 at,
                 shared: vec![0xff; bytes as usize],
@@ -368,7 +368,7 @@ impl<'a> World<'a> {
     }
 
     /// The participant of a fault, for a report.
-    pub fn side(&self, block: u32, warp: u32, lane: Option<u32>, pc: u32) -> Side {
+    pub fn side(&self, block: u32, warp: u32, lane: Option<u32>, pc: u32) -> Party {
         let kernel = &self.program.kernel;
         let role = kernel.roles.iter().find(|r| (r.first_warp..r.first_warp + r.warps).contains(&warp));
         let inst = match self.program.steps.get(pc as usize) {
@@ -376,15 +376,15 @@ impl<'a> World<'a> {
             _ => "branch",
         };
         let line = self.program.lines[(pc as usize).min(self.program.lines.len() - 1)].into();
-        Side { block, role: role.map_or(String::new(), |r| r.name.clone()), warp, lane, inst, line }
+        Party { block, role: role.map_or(String::new(), |r| r.name.clone()), warp, lane, inst, line }
     }
 
-    pub fn side_of(&self, access: &Access) -> Side {
+    pub fn side_of(&self, access: &Access) -> Party {
         self.side(access.block, access.warp, None, access.pc)
     }
 
     /// Records a finding, once for each pair of lines.
-    pub fn report(&mut self, fault: Fault, what: String, address: Option<u64>, here: Side, other: Option<Side>) {
+    pub fn report(&mut self, fault: Fault, what: String, address: Option<u64>, here: Party, other: Option<Party>) {
         let same = |f: &Finding| {
             f.fault == fault
                 && f.here.line == here.line

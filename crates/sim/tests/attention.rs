@@ -1,20 +1,22 @@
-//! The forward kernel on the simulator: clean, and what a reference in f64 gives.
+//! The forward kernel on the simulator: clean, and right by the oracle.
 
 use crate::common::attention::{BASE, Case};
 use fulgurite_core::Rescale;
 
 fn check(case: Case, seed: u64) {
     let sim = crate::common::sim(seed);
-    let worst = case.run(&sim, case.kernel()).unwrap_or_else(|e| {
+    let verdicts = case.run(&sim, case.kernel()).unwrap_or_else(|e| {
         panic!("{case:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>())
     });
-    // Rows of p that are added up as they are rounded are off by at most 2^-8.
-    let lse = if case.config.is_some_and(|text| text.contains("column")) { 4e-3 } else { 1e-3 };
-    assert!(worst[0] < 1e-2 && worst[1] < lse, "{case:?}: {worst:?}");
+    // Rows of p that are added up as they are rounded are off by at most 2^-8: only calls that read no LSE have them.
+    let reads_lse = !case.config.is_some_and(|text| text.contains("column"));
+    for (name, verdict) in verdicts.iter().filter(|(name, _)| reads_lse || name != "lse") {
+        assert!(verdict.ok(), "{case:?}: {name}: {verdict}");
+    }
 }
 
 #[test]
-fn forward_agrees_with_the_reference() {
+fn forward_agrees_with_the_oracle() {
     let optimistic = Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT);
     check(BASE, 1);
     check(Case { q_len: 64, k_len: 140, dim: 256, ..BASE }, 2);

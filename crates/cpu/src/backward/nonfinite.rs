@@ -1,14 +1,14 @@
 //! The cold path of backward: rows of Q, dO or K that are not finite, and lanes that do not see them. Products are
 //! computed element by element over visible keys, in f32.
 
-use super::{BLOCK, TileStats, Work};
+use super::{BLOCK, CallData, TileStats};
 use crate::nonfinite::Visible;
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Tile};
 use fulgurite_core::{Data, TensorView};
 
 /// The sums of a block's gradients: rows of keys with their width, and dQ with its strides between lanes and columns.
-pub(super) struct Sums<'a> {
+pub(super) struct BlockGradients<'a> {
     pub d_k: (&'a mut [f32], usize),
     pub d_v: (&'a mut [f32], usize),
     pub d_q: (&'a mut [f32], [usize; 2]),
@@ -45,7 +45,7 @@ fn rows_of(cx: &Context<'_>, tile: &Tile, view: &TensorView<'_>, n: usize) -> Ve
     starts[..tile.rows].iter().map(row).collect()
 }
 
-impl Work<'_> {
+impl CallData<'_> {
     /// Whether the rows of Q and dO of a tile are finite.
     pub(super) fn finite_rows(&self, tile: &Tile) -> bool {
         let cx = self.cx;
@@ -74,7 +74,7 @@ impl Work<'_> {
         start: usize,
         seen: &Visible,
         [p, ds]: [&[f32]; 2],
-        sums: Sums<'_>,
+        sums: BlockGradients<'_>,
     ) {
         let cx = self.cx;
         let (stride, tile) = (stats.lanes.stride, &stats.tile);

@@ -3,7 +3,7 @@
 //! S^T and dP^T are `[key][lane]` as on the vectors. P and dS are rounded into panels: dV += P^T dO and dK += dS^T Q
 //! sum over the lanes of a tile, dQ^T += K^T dS^T over the keys of a block.
 
-use super::{BLOCK, Item, TileStats, Work, nonfinite};
+use super::{BLOCK, CallData, Item, TileStats, nonfinite};
 use crate::memory::{Arena, with_workspace};
 use crate::modify::Modifier;
 use crate::nonfinite::Visible;
@@ -47,7 +47,7 @@ struct KeyPanels<'w> {
     finite: Vec<bool>,
 }
 
-struct Space<'w> {
+struct Workspace<'w> {
     d_k: &'w mut [f32],
     d_v: &'w mut [f32],
     s: &'w mut [f32],
@@ -98,7 +98,7 @@ fn rows_at<'a>(view: &TensorView<'a>, starts: &'a [usize], n: usize) -> RowsAt<'
     RowsAt { data, starts, n }
 }
 
-impl Work<'_> {
+impl CallData<'_> {
     /// Processes a run of keys for all tiles of queries that see it.
     pub(super) fn item_on_matrix_unit(&self, item: &Item, unit: &MatrixKernels) {
         let cx = self.cx;
@@ -164,7 +164,7 @@ impl Work<'_> {
             d_v.fill(0.0);
             let modifier = cx.modifier(cx.unit.score_scale(cx));
             #[rustfmt::skip]
-            let mut space = Space {
+            let mut workspace = Workspace {
                 d_k, d_v, s, dp, derivative, modifier, q, d_o, q_pairs, d_o_pairs, p_rows, ds_rows, ds_lanes, d_q,
             };
             let _held = unit.hold();
@@ -173,31 +173,31 @@ impl Work<'_> {
                 if !cx.sees_any(tile, &stats.lanes, keys.clone(), BLOCK) {
                     continue;
                 }
-                self.tile_on_matrix_unit(&stats, keys.clone(), &panels, unit, &mut space);
+                self.tile_on_matrix_unit(&stats, keys.clone(), &panels, unit, &mut workspace);
                 let (stride, width) = (stats.lanes.stride, d_groups * GROUP);
-                cx.kernels.transpose(space.d_q, stride, d_q_rows, width, width, stride);
+                cx.kernels.transpose(workspace.d_q, stride, d_q_rows, width, width, stride);
                 self.add_to_d_q(item, number, &stats, d_q_rows, width);
             }
             let (d, dv) = (d_groups * GROUP, dv_groups * GROUP);
-            self.store_keys(item, keys, [space.d_k, space.d_v], [d, dv]);
+            self.store_keys(item, keys, [workspace.d_k, workspace.d_v], [d, dv]);
         });
     }
 
-    /// Processes all blocks of a run of keys for one tile: adds to dK and dV, and leaves the run's dQ^T in `space`.
+    /// Processes all blocks of a run of keys for one tile: adds to dK and dV, and leaves the run's dQ^T in `workspace`.
     fn tile_on_matrix_unit(
         &self,
         stats: &TileStats,
         keys: Range<usize>,
         panels: &KeyPanels<'_>,
         unit: &MatrixKernels,
-        space: &mut Space<'_>,
+        workspace: &mut Workspace<'_>,
     ) {
         let cx = self.cx;
         let Sizes { d, dv, d_groups, .. } = Sizes::new(cx);
         let stride = stats.lanes.stride;
         if stats.tile.rows < stride {
             // Lanes past the last row are not written, and an earlier tile may have left NaN there.
-            [&mut *space.q, &mut *space.d_o].into_iter().for_each(|x| x.fill(0.0));
+            [&mut *workspace.q, &mut *workspace.d_o].into_iter().for_each(|x| x.fill(0.0));
         }
         // A non-finite row of dO has a non-finite D. One of Q has a non-finite LSE, unless a modifier or a sink
         // replaces it.
@@ -205,20 +205,20 @@ impl Work<'_> {
         let plain = cx.problem.score_program().is_none() && !cx.problem.has_sinks();
         let rows_finite = plain && (0..stats.tile.rows).all(own) || self.finite_rows(&stats.tile);
         for (view, n, depth, columns, pairs) in [
-            (cx.bound.q(), cx.d, d, &mut *space.q, &mut *space.q_pairs),
-            (&self.saved.d_o, cx.dv, dv, &mut *space.d_o, &mut *space.d_o_pairs),
+            (cx.bound.q(), cx.d, d, &mut *workspace.q, &mut *workspace.q_pairs),
+            (&self.saved.d_o, cx.dv, dv, &mut *workspace.d_o, &mut *workspace.d_o_pairs),
         ] {
             let starts = cx.row_starts(&stats.tile, view.strides());
             let rows = rows_at(view, &starts[..stats.tile.rows], n);
             unit.bf16.turn(rows, columns, depth);
             unit.bf16.pair(rows, pairs, LANE_TILES);
         }
-        space.d_q[..d_groups * GROUP * stride].fill(0.0);
+        workspace.d_q[..d_groups * GROUP * stride].fill(0.0);
         for (number, start) in keys.clone().step_by(BLOCK).enumerate() {
             for piece in cx.pieces(&stats.tile, start..(start + BLOCK).min(keys.end)) {
                 let Some(step) = cx.step(&stats.tile, &stats.lanes, &piece, start) else { continue };
                 let finite = rows_finite && panels.finite[number];
-                self.block_on_matrix_unit(stats, &step, (start, number, finite), panels, unit, space);
+                self.block_on_matrix_unit(stats, &step, (start, number, finite), panels, unit, workspace);
             }
         }
     }
@@ -230,7 +230,7 @@ impl Work<'_> {
         (start, number, finite): (usize, usize, bool),
         panels: &KeyPanels<'_>,
         unit: &MatrixKernels,
-        space: &mut Space<'_>,
+        workspace: &mut Workspace<'_>,
     ) {
         let cx = self.cx;
         let Sizes { d, dv, d_groups, dv_groups } = Sizes::new(cx);
@@ -240,25 +240,25 @@ impl Work<'_> {
             rows: Matrix::new(&panels.k[Panels::room(first / GROUP, d, 1)..], Panels::room(1, d, 1) / GROUP),
             finite: true,
         };
-        cx.unit.scores(cx, Products { step, stride, ahead: &mut none() }, k, space.q, space.s);
+        cx.unit.scores(cx, Products { step, stride, ahead: &mut none() }, k, workspace.q, workspace.s);
         for seg in step.segments(GROUP) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
             let v = Panels::new(panels.v, dv, 1).at((first + key) / GROUP, 0);
-            let d_o = Panels::new(space.d_o, dv, 1).at(lane / GROUP, 0);
-            let to = MatrixMut::at(space.dp, stride, key, lane);
+            let d_o = Panels::new(workspace.d_o, dv, 1).at(lane / GROUP, 0);
+            let to = MatrixMut::at(workspace.dp, stride, key, lane);
             unit.multiply(to, v, d_o, [keys / GROUP, lanes / GROUP, dv], Sum::Fresh, &mut none());
         }
         let first_of = [first * d_groups * GROUP, first * dv_groups * GROUP];
-        if !finite && self.weigh_visible(stats, (step, start), space, first_of) {
+        if !finite && self.weigh_visible(stats, (step, start), workspace, first_of) {
             return;
         }
-        self.weigh(stats, (step, start), unit, space);
+        self.weigh(stats, (step, start), unit, workspace);
         for seg in step.segments(GROUP) {
             let ((key, keys), (z, end)) = (seg.keys(), seg.vectors);
             let (tile, depth) = (z / 2, end.div_ceil(2) - z / 2);
             for (rows, pairs, groups, to) in [
-                (&*space.p_rows, &*space.d_o_pairs, dv_groups, &mut *space.d_v),
-                (&*space.ds_rows, &*space.q_pairs, d_groups, &mut *space.d_k),
+                (&*workspace.p_rows, &*workspace.d_o_pairs, dv_groups, &mut *workspace.d_v),
+                (&*workspace.ds_rows, &*workspace.q_pairs, d_groups, &mut *workspace.d_k),
             ] {
                 let a = Panels::new(rows, LANE_TILES, 1).at(key / GROUP, tile);
                 let b = Panels::new(pairs, LANE_TILES, 1).at(0, tile);
@@ -271,33 +271,39 @@ impl Work<'_> {
         for seg in step.segments(DEPTH) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
             let k = Panels::new(turned, KEY_TILES, 1).at(0, key / DEPTH);
-            let ds = Panels::new(space.ds_lanes, KEY_TILES, 1).at(lane / GROUP, key / DEPTH);
-            let to = MatrixMut::at(space.d_q, stride, 0, lane);
+            let ds = Panels::new(workspace.ds_lanes, KEY_TILES, 1).at(lane / GROUP, key / DEPTH);
+            let to = MatrixMut::at(workspace.d_q, stride, 0, lane);
             unit.multiply(to, k, ds, [d_groups, lanes / GROUP, keys / DEPTH], Sum::Onto, &mut none());
         }
     }
 
     /// Computes P and dS in panels from S and dP.
-    fn weigh(&self, stats: &TileStats, (step, start): (&Step, usize), unit: &MatrixKernels, space: &mut Space<'_>) {
+    fn weigh(
+        &self,
+        stats: &TileStats,
+        (step, start): (&Step, usize),
+        unit: &MatrixKernels,
+        workspace: &mut Workspace<'_>,
+    ) {
         let cx = self.cx;
         let (stride, modified) = (stats.lanes.stride, cx.is_modified());
         let through = self.goes_through();
         let fused = unit.bf16.suits(cx.exp) && !through && cx.rounding.is_none() && stats.inverse.is_none();
         if !fused && !modified {
-            cx.scale_scores(step, stride, space.s);
+            cx.scale_scores(step, stride, workspace.s);
         }
         if step.rest || modified {
             let lanes = (&stats.tile, &stats.lanes);
-            cx.modify(&mut space.modifier, lanes, (step, start), space.s, Some(&mut *space.derivative));
+            cx.modify(&mut workspace.modifier, lanes, (step, start), workspace.s, Some(&mut *workspace.derivative));
         }
         if fused && modified && stats.tile.rows < stride {
             // Lanes past the last row, whose scores a modifier may have changed to anything.
             let (hull, rows) = (step.hull(), u64::MAX >> (64 - stats.tile.rows));
-            let s = &mut space.s[hull.start * stride..];
+            let s = &mut workspace.s[hull.start * stride..];
             cx.kernels.hide((s, stride), &[rows; BLOCK][..hull.len()], 0);
         }
-        let mut args = self.grad_args(stats, step, [space.s, space.dp], space.derivative);
-        let mut out = GradPanels { p_rows: space.p_rows, ds_rows: space.ds_rows, ds_lanes: space.ds_lanes };
+        let mut args = self.grad_args(stats, step, [workspace.s, workspace.dp], workspace.derivative);
+        let mut out = GradPanels { p_rows: workspace.p_rows, ds_rows: workspace.ds_rows, ds_lanes: workspace.ds_lanes };
         if fused {
             let scale = cx.score_scale();
             return unit.bf16.grad(&args, scale, &mut out);
@@ -308,7 +314,7 @@ impl Work<'_> {
             nonfinite::clear_past(&stats.tile, stride, step, [args.s, args.dp]);
         }
         if through {
-            self.through_modifier(stats, step, start, (args.dp, space.derivative));
+            self.through_modifier(stats, step, start, (args.dp, workspace.derivative));
         }
         self.round_weights(stats, step, args.s);
         unit.bf16.pack_grad(&args, &mut out);
@@ -320,37 +326,37 @@ impl Work<'_> {
         &self,
         stats: &TileStats,
         (step, start): (&Step, usize),
-        space: &mut Space<'_>,
+        workspace: &mut Workspace<'_>,
         first: [usize; 2],
     ) -> bool {
         let cx = self.cx;
         let Sizes { d_groups, dv_groups, .. } = Sizes::new(cx);
         let (stride, modified) = (stats.lanes.stride, cx.is_modified());
-        let seen = self.partly_seen(stats, step, start, space.s);
+        let seen = self.partly_seen(stats, step, start, workspace.s);
         if seen.is_none() && !step.rest && !modified {
             return false;
         }
         if !modified {
-            cx.scale_scores(step, stride, space.s);
+            cx.scale_scores(step, stride, workspace.s);
         }
         if step.rest || modified {
             let lanes = (&stats.tile, &stats.lanes);
-            cx.modify(&mut space.modifier, lanes, (step, start), space.s, Some(&mut *space.derivative));
+            cx.modify(&mut workspace.modifier, lanes, (step, start), workspace.s, Some(&mut *workspace.derivative));
         }
-        let seen = Visible::new(step, [stride, cx.kernels.lanes, stats.tile.rows], space.s);
-        cx.kernels.grad(&mut self.grad_args(stats, step, [space.s, space.dp], space.derivative));
-        self.normalise(stats, step, [space.s, space.dp]);
-        [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
+        let seen = Visible::new(step, [stride, cx.kernels.lanes, stats.tile.rows], workspace.s);
+        cx.kernels.grad(&mut self.grad_args(stats, step, [workspace.s, workspace.dp], workspace.derivative));
+        self.normalise(stats, step, [workspace.s, workspace.dp]);
+        [&mut *workspace.s, &mut *workspace.dp].into_iter().for_each(|x| seen.clear(x));
         if self.goes_through() {
-            self.through_modifier(stats, step, start, (space.dp, space.derivative));
+            self.through_modifier(stats, step, start, (workspace.dp, workspace.derivative));
         }
-        self.round_weights(stats, step, space.s);
-        let sums = nonfinite::Sums {
-            d_k: (&mut space.d_k[first[0]..], d_groups * GROUP),
-            d_v: (&mut space.d_v[first[1]..], dv_groups * GROUP),
-            d_q: (space.d_q, [1, stride]),
+        self.round_weights(stats, step, workspace.s);
+        let sums = nonfinite::BlockGradients {
+            d_k: (&mut workspace.d_k[first[0]..], d_groups * GROUP),
+            d_v: (&mut workspace.d_v[first[1]..], dv_groups * GROUP),
+            d_q: (workspace.d_q, [1, stride]),
         };
-        self.add_visible(stats, start, &seen, [space.s, space.dp], sums);
+        self.add_visible(stats, start, &seen, [workspace.s, workspace.dp], sums);
         true
     }
 }

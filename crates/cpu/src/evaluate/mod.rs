@@ -16,7 +16,7 @@ use fulgurite_core::TensorView;
 use fulgurite_core::expr::{Binary, Step, Unary, Var};
 use load::Known;
 use plan::Capped;
-pub(crate) use plan::Plan;
+pub(crate) use plan::TileProgram;
 
 /// Keys of a block.
 pub(crate) const KEYS: usize = 32;
@@ -80,7 +80,7 @@ impl Cells {
 
 /// A program with its values for one tile.
 pub(crate) struct Evaluator<'a> {
-    plan: &'a Plan<'a>,
+    plan: &'a TileProgram<'a>,
     aux: &'a [TensorView<'a>],
     /// The factor that converts a score to natural units, and whether results have 16 bits.
     scale: f32,
@@ -98,7 +98,7 @@ pub(crate) struct Evaluator<'a> {
 }
 
 impl<'a> Evaluator<'a> {
-    pub fn new(plan: &'a Plan<'a>, aux: &'a [TensorView<'a>], scale: f32, short: bool) -> Self {
+    pub fn new(plan: &'a TileProgram<'a>, aux: &'a [TensorView<'a>], scale: f32, short: bool) -> Self {
         let steps = plan.axes.len();
         let empty = LaneRows { value: [0; MAX_LANES], slope: [0; MAX_LANES] };
         Evaluator {

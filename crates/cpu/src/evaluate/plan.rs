@@ -30,7 +30,7 @@ pub(super) struct Capped {
 
 /// A program and how to evaluate it on tiles.
 #[derive(Debug)]
-pub(crate) struct Plan<'a> {
+pub(crate) struct TileProgram<'a> {
     pub(super) program: &'a Program,
     pub(super) axes: Vec<Axes>,
     /// For each step that changes along both axes, the block of values it may use.
@@ -41,7 +41,7 @@ pub(crate) struct Plan<'a> {
     pub(super) absorbed: Vec<bool>,
 }
 
-impl<'a> Plan<'a> {
+impl<'a> TileProgram<'a> {
     /// With `one_head`, all lanes of a tile belong to one head.
     pub fn new(program: &'a Program, one_head: bool) -> Self {
         let steps = program.steps();
@@ -56,7 +56,7 @@ impl<'a> Plan<'a> {
             };
             axes.push(own);
         }
-        let mut plan = Plan {
+        let mut plan = TileProgram {
             program,
             block: vec![0; steps.len()],
             blocks: 0,
@@ -143,7 +143,7 @@ impl<'a> Plan<'a> {
     /// long program stays in the L1 cache.
     fn assign_blocks(&mut self) {
         let steps = self.program.steps();
-        let read_by = |plan: &Plan<'_>, i: usize| match plan.capped[i] {
+        let read_by = |plan: &TileProgram<'_>, i: usize| match plan.capped[i] {
             Some(own) => vec![own.x],
             None => operands(&steps[i]),
         };

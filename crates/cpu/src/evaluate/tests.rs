@@ -156,7 +156,7 @@ fn programs_mean_on_tiles_what_they_mean_alone() {
         let (one, row) = (group == 1, |lane: usize| (first_q + lane / group, 1 + lane % group));
         let q: Vec<i32> = (0..lanes).map(|lane| row(lane).0 as i32).collect();
         let heads: Vec<i32> = (0..lanes).map(|lane| row(lane).1 as i32).collect();
-        let (plan, scale) = (Plan::new(&program, one), 0.5f32);
+        let (plan, scale) = (TileProgram::new(&program, one), 0.5f32);
         let mut evaluator = Evaluator::new(&plan, &views, scale, false);
         evaluator.prepare(&LaneEnv { batch: 1, q_len: 88, k_len: 128, q: &q, head: &heads });
         let stride = lanes + kernels.lanes * maker.pick(2);

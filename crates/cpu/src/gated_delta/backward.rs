@@ -11,7 +11,7 @@
 //! dAb = G dAg                   dL = -strictly lower(A^T (dAb diag(beta)) A^T)    B = diag(beta) dL: dK += (B + B^T) K
 //! ```
 
-use super::chunk::{CHUNK, Gates, Need, Shared, Work};
+use super::chunk::{CHUNK, ChunkData, Gates, Need, Shared};
 use super::{Context, PACE, ValueHead};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
@@ -65,7 +65,7 @@ struct Out<'a> {
 }
 
 /// Scratch of one chunk, in whole matrices.
-struct Space<'w> {
+struct Workspace<'w> {
     d_o: &'w mut [f32],
     d_vn: &'w mut [f32],
     d_w: &'w mut [f32],
@@ -82,7 +82,7 @@ struct Space<'w> {
     other: &'w mut [f32],
 }
 
-impl<'w> Space<'w> {
+impl<'w> Workspace<'w> {
     fn sizes(cx: &Context<'_>) -> [usize; 13] {
         let (values, keys) = (CHUNK * cx.vs, CHUNK * cx.kp);
         let state = cx.kp * cx.vs;
@@ -92,7 +92,7 @@ impl<'w> Space<'w> {
         let [d_o, d_vn, d_w, scaled, turned, state_turned, d_q, d_k, rows, pg, d_ag, square, other] =
             Self::sizes(cx).map(|n| arena.take(n));
         [&mut *d_o, &mut *d_vn, &mut *d_w, &mut *scaled].into_iter().for_each(|x| x.fill(0.0));
-        Space { d_o, d_vn, d_w, scaled, turned, state_turned, d_q, d_k, rows, pg, d_ag, square, other }
+        Workspace { d_o, d_vn, d_w, scaled, turned, state_turned, d_q, d_k, rows, pg, d_ag, square, other }
     }
 }
 
@@ -102,15 +102,15 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
     let mut states = vec![0.0f32; chunks * size];
     // Sums over the value heads that share the key head.
     let (mut d_q, mut d_k) = (vec![0.0f32; rows], vec![0.0f32; rows]);
-    let space_room: usize = Space::sizes(cx).into_iter().map(Arena::room).sum();
-    let room = Shared::room(cx) + Work::room(cx, cx.vp) + 2 * Arena::room(size) + space_room;
+    let workspace_elems: usize = Workspace::sizes(cx).into_iter().map(Arena::room).sum();
+    let room = Shared::room(cx) + ChunkData::room(cx, cx.vp) + 2 * Arena::room(size) + workspace_elems;
     let mut lengths: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
     let mut normal: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
     with_workspace(room, |workspace| {
         let mut arena = Arena::new(workspace);
         let mut shared = Shared::new(cx, &mut arena);
-        let mut work = Work::new(cx, &mut arena, cx.vp);
-        let mut space = Space::new(cx, &mut arena);
+        let mut work = ChunkData::new(cx, &mut arena, cx.vp);
+        let mut workspace = Workspace::new(cx, &mut arena);
         let [state, d_state] = [size; 2].map(|n| arena.take(n));
         let group = cx.problem.group();
         for head in key_head * group..(key_head + 1) * group {
@@ -128,10 +128,10 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
                 let first = chunk * CHUNK;
                 shared.load(cx, s, key_head, first, Need::Outputs, &mut work.ahead);
                 let kept = &mut states[chunk * size..(chunk + 1) * size];
-                back(cx, &shared, &mut work, &at, first, kept, d_state, saved, &mut space, out);
+                back(cx, &shared, &mut work, &at, first, kept, d_state, saved, &mut workspace, out);
                 let own = first * cx.kp..(first + CHUNK) * cx.kp;
-                d_q[own.clone()].iter_mut().zip(&*space.d_q).for_each(|(sum, x)| *sum += x);
-                d_k[own].iter_mut().zip(&*space.d_k).for_each(|(sum, x)| *sum += x);
+                d_q[own.clone()].iter_mut().zip(&*workspace.d_q).for_each(|(sum, x)| *sum += x);
+                d_k[own].iter_mut().zip(&*workspace.d_k).for_each(|(sum, x)| *sum += x);
             }
             for i in 0..cx.kd {
                 let (to, strides) = &out.d_state;
@@ -170,7 +170,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
 struct Chunk<'a> {
     cx: &'a Context<'a>,
     keys: &'a Shared<'a>,
-    work: &'a Work<'a>,
+    work: &'a ChunkData<'a>,
     gates: &'a Gates,
     at: &'a ValueHead<'a>,
     first: usize,
@@ -186,33 +186,33 @@ struct GateSums {
 }
 
 /// Processes one chunk backward: writes the gradients of its values and gates, leaves those of keys and queries in
-/// `space`, and turns `d_state` into the gradient of the state before it.
+/// `workspace`, and turns `d_state` into the gradient of the state before it.
 #[allow(clippy::too_many_arguments)] // what a chunk needs; a struct would only rename it
 fn back(
     cx: &Context<'_>,
     keys: &Shared<'_>,
-    work: &mut Work<'_>,
+    work: &mut ChunkData<'_>,
     at: &ValueHead<'_>,
     first: usize,
     state: &mut [f32],
     d_state: &mut [f32],
     saved: &DeltaSaved<'_>,
-    space: &mut Space<'_>,
+    workspace: &mut Workspace<'_>,
     out: &Out<'_>,
 ) {
     let gates = Gates::new(cx, at, first);
     work.corrections(cx, keys, at, &gates, first, state);
     let do_rows = cx.bound.row_layout(saved.d_o.strides(), at.sequence);
-    cx.load_values(&saved.d_o, &do_rows, at, first, space.d_o, cx.vs);
+    cx.load_values(&saved.d_o, &do_rows, at, first, workspace.d_o, cx.vs);
     let chunk = Chunk { cx, keys, work, gates: &gates, at, first };
     let mut sums = GateSums { d_g: [0.0; CHUNK], d_beta: [0.0; CHUNK], d_last: 0.0 };
     let ahead = &mut Ahead::default();
-    chunk.values(d_state, space, ahead);
-    chunk.store_values(space, out);
-    chunk.keys_and_queries(state, d_state, space, &mut sums, ahead);
-    chunk.state(state, d_state, space, &mut sums, ahead);
-    chunk.weights(space, &mut sums, ahead);
-    chunk.inverse(space, &mut sums, ahead);
+    chunk.values(d_state, workspace, ahead);
+    chunk.store_values(workspace, out);
+    chunk.keys_and_queries(state, d_state, workspace, &mut sums, ahead);
+    chunk.state(state, d_state, workspace, &mut sums, ahead);
+    chunk.weights(workspace, &mut sums, ahead);
+    chunk.inverse(workspace, &mut sums, ahead);
     chunk.store_gates(sums, out);
 }
 
@@ -228,85 +228,97 @@ impl Chunk<'_> {
     }
 
     /// dV', dAg, and dW = dV.
-    fn values(&self, d_state: &[f32], space: &mut Space<'_>, ahead: &mut Ahead) {
+    fn values(&self, d_state: &[f32], workspace: &mut Workspace<'_>, ahead: &mut Ahead) {
         let Chunk { cx, keys, work, .. } = *self;
         let (vp, vs) = (cx.vp, cx.vs);
         let scales = [cx.problem.scale(); CHUNK];
-        cx.kernels.stage(Stage::Weigh { out: space.pg, x: keys.qk, g: work.g, factor: &scales });
+        cx.kernels.stage(Stage::Weigh { out: workspace.pg, x: keys.qk, g: work.g, factor: &scales });
 
         // dV' = t (K dS) + Pg^T dO
         let (k, ds) = (Matrix::new(keys.k, cx.kp), Matrix::new(d_state, vs));
-        cx.kernels.gemm(MatrixMut::at(space.scaled, vs, 0, 0), k, ds, [CHUNK, vp, cx.kd], Sum::Fresh, ahead);
-        cx.kernels.stage(Stage::ScaleRows { out: space.d_vn, x: space.scaled, factor: &self.tail(), width: vs });
-        let d_o = Matrix::new(space.d_o, vs);
+        cx.kernels.gemm(MatrixMut::at(workspace.scaled, vs, 0, 0), k, ds, [CHUNK, vp, cx.kd], Sum::Fresh, ahead);
+        cx.kernels.stage(Stage::ScaleRows {
+            out: workspace.d_vn,
+            x: workspace.scaled,
+            factor: &self.tail(),
+            width: vs,
+        });
+        let d_o = Matrix::new(workspace.d_o, vs);
         let values = [CHUNK, vp, CHUNK];
-        let to = MatrixMut::at(space.d_vn, vs, 0, 0);
-        cx.kernels.gemm_transposed(to, Matrix::new(space.pg, CHUNK), d_o, values, Sum::Onto, ahead);
-        let d_vn = Matrix::new(space.d_vn, vs);
+        let to = MatrixMut::at(workspace.d_vn, vs, 0, 0);
+        cx.kernels.gemm_transposed(to, Matrix::new(workspace.pg, CHUNK), d_o, values, Sum::Onto, ahead);
+        let d_vn = Matrix::new(workspace.d_vn, vs);
 
         // dAg = dV' W^T, dW = Ag^T dV' = dV
-        cx.kernels.transpose(work.w, vs, space.turned, CHUNK, CHUNK, vp);
-        let turned = Matrix::new(space.turned, CHUNK);
+        cx.kernels.transpose(work.w, vs, workspace.turned, CHUNK, CHUNK, vp);
+        let turned = Matrix::new(workspace.turned, CHUNK);
         let squares = [CHUNK, CHUNK, cx.vd];
-        cx.kernels.gemm(MatrixMut::at(space.d_ag, CHUNK, 0, 0), d_vn, turned, squares, Sum::Fresh, ahead);
+        cx.kernels.gemm(MatrixMut::at(workspace.d_ag, CHUNK, 0, 0), d_vn, turned, squares, Sum::Fresh, ahead);
         let ag = Matrix::new(work.ag, CHUNK);
-        cx.kernels.gemm_transposed(MatrixMut::at(space.d_w, vs, 0, 0), ag, d_vn, values, Sum::Fresh, ahead);
+        cx.kernels.gemm_transposed(MatrixMut::at(workspace.d_w, vs, 0, 0), ag, d_vn, values, Sum::Fresh, ahead);
     }
 
-    fn store_values(&self, space: &Space<'_>, out: &Out<'_>) {
+    fn store_values(&self, workspace: &Workspace<'_>, out: &Out<'_>) {
         let (to, strides) = &out.d_v;
         let rows = self.cx.bound.row_layout(strides, self.at.sequence);
-        for (i, row) in space.d_w.chunks_exact(self.cx.vs).take(self.tokens()).enumerate() {
+        for (i, row) in workspace.d_w.chunks_exact(self.cx.vs).take(self.tokens()).enumerate() {
             // SAFETY: each token of a value head belongs to one item.
             unsafe { to.store(self.cx.kernels, rows.at(self.first + i, self.at.head), &row[..self.cx.vd]) };
         }
     }
 
-    /// X = -e dW (in `space.scaled`), and the parts of dK and dQ that come from states.
+    /// X = -e dW (in `workspace.scaled`), and the parts of dK and dQ that come from states.
     fn keys_and_queries(
         &self,
         state: &[f32],
         d_state: &[f32],
-        space: &mut Space<'_>,
+        workspace: &mut Workspace<'_>,
         sums: &mut GateSums,
         ahead: &mut Ahead,
     ) {
         let Chunk { cx, keys, work, gates, .. } = *self;
         let (kp, vp, vs, scale) = (cx.kp, cx.vp, cx.vs, cx.problem.scale());
         let minus = gates.head.map(|e| -e);
-        cx.kernels.stage(Stage::ScaleRows { out: space.scaled, x: space.d_w, factor: &minus, width: vs });
-        add_dots(&mut sums.d_g, space.scaled, work.u, vs);
+        cx.kernels.stage(Stage::ScaleRows { out: workspace.scaled, x: workspace.d_w, factor: &minus, width: vs });
+        add_dots(&mut sums.d_g, workspace.scaled, work.u, vs);
 
         // Y = t (V' dS^T); dK = Y + X S^T
         let by_keys = [CHUNK, kp, cx.vd];
-        cx.kernels.transpose(d_state, vs, space.state_turned, kp, kp, vp);
-        let ds_turned = Matrix::new(space.state_turned, kp);
+        cx.kernels.transpose(d_state, vs, workspace.state_turned, kp, kp, vp);
+        let ds_turned = Matrix::new(workspace.state_turned, kp);
         let vn = Matrix::new(work.vn, vs);
-        cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), vn, ds_turned, by_keys, Sum::Fresh, ahead);
-        cx.kernels.stage(Stage::ScaleRows { out: space.d_k, x: space.rows, factor: &self.tail(), width: kp });
+        cx.kernels.gemm(MatrixMut::at(workspace.rows, kp, 0, 0), vn, ds_turned, by_keys, Sum::Fresh, ahead);
+        cx.kernels.stage(Stage::ScaleRows { out: workspace.d_k, x: workspace.rows, factor: &self.tail(), width: kp });
         let mut y = [0.0f32; CHUNK];
-        cx.kernels.stage(Stage::RowDots { out: &mut y, x: keys.k, y: space.d_k, width: kp });
+        cx.kernels.stage(Stage::RowDots { out: &mut y, x: keys.k, y: workspace.d_k, width: kp });
         sums.d_last = y.iter().map(|&y| f64::from(y)).sum::<f64>();
         sums.d_g.iter_mut().zip(y).for_each(|(d, y)| *d -= f64::from(y));
-        cx.kernels.transpose(state, vs, space.state_turned, kp, kp, vp);
-        let s_turned = Matrix::new(space.state_turned, kp);
-        let x = Matrix::new(space.scaled, vs);
-        cx.kernels.gemm(MatrixMut::at(space.d_k, kp, 0, 0), x, s_turned, by_keys, Sum::Onto, ahead);
+        cx.kernels.transpose(state, vs, workspace.state_turned, kp, kp, vp);
+        let s_turned = Matrix::new(workspace.state_turned, kp);
+        let x = Matrix::new(workspace.scaled, vs);
+        cx.kernels.gemm(MatrixMut::at(workspace.d_k, kp, 0, 0), x, s_turned, by_keys, Sum::Onto, ahead);
 
         // dQ = scale e (dO S^T)
         let factor = gates.head.map(|e| scale * e);
-        let d_o = Matrix::new(space.d_o, vs);
-        cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), d_o, s_turned, by_keys, Sum::Fresh, ahead);
-        cx.kernels.stage(Stage::ScaleRows { out: space.d_q, x: space.rows, factor: &factor, width: kp });
-        add_dots(&mut sums.d_g, keys.q, space.d_q, kp);
+        let d_o = Matrix::new(workspace.d_o, vs);
+        cx.kernels.gemm(MatrixMut::at(workspace.rows, kp, 0, 0), d_o, s_turned, by_keys, Sum::Fresh, ahead);
+        cx.kernels.stage(Stage::ScaleRows { out: workspace.d_q, x: workspace.rows, factor: &factor, width: kp });
+        add_dots(&mut sums.d_g, keys.q, workspace.d_q, kp);
     }
 
-    /// dS <- e_last dS + K^T X + Q^T (scale e dO), with X in `space.scaled`.
-    fn state(&self, state: &[f32], d_state: &mut [f32], space: &mut Space<'_>, sums: &mut GateSums, ahead: &mut Ahead) {
+    /// dS <- e_last dS + K^T X + Q^T (scale e dO), with X in `workspace.scaled`.
+    fn state(
+        &self,
+        state: &[f32],
+        d_state: &mut [f32],
+        workspace: &mut Workspace<'_>,
+        sums: &mut GateSums,
+        ahead: &mut Ahead,
+    ) {
         let Chunk { cx, keys, gates, .. } = *self;
         let (kp, vs, scale) = (cx.kp, cx.vs, cx.problem.scale());
-        let (k, q, x) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp), Matrix::new(space.scaled, vs));
-        let before = (cx.kd <= FEW).then(|| state_before(cx, keys, self.at, self.first, space.d_o, d_state));
+        let (k, q, x) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp), Matrix::new(workspace.scaled, vs));
+        let before = (cx.kd <= FEW).then(|| state_before(cx, keys, self.at, self.first, workspace.d_o, d_state));
         cx.kernels.stage(Stage::Fade { x: d_state, factor: gates.head[CHUNK - 1] });
         let mut dots = [0.0f32; 512];
         cx.kernels.stage(Stage::RowDots { out: &mut dots[..kp], x: d_state, y: state, width: vs });
@@ -314,8 +326,8 @@ impl Chunk<'_> {
         let to_state = [cx.kd, cx.vp, CHUNK];
         cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), k, x, to_state, Sum::Onto, ahead);
         let factor = gates.head.map(|e| scale * e);
-        cx.kernels.stage(Stage::ScaleRows { out: space.d_w, x: space.d_o, factor: &factor, width: vs });
-        let scaled = Matrix::new(space.d_w, vs);
+        cx.kernels.stage(Stage::ScaleRows { out: workspace.d_w, x: workspace.d_o, factor: &factor, width: vs });
+        let scaled = Matrix::new(workspace.d_w, vs);
         cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), q, scaled, to_state, Sum::Onto, ahead);
         if let Some(before) = before {
             for (row, before) in d_state.chunks_exact_mut(vs).zip(before.chunks_exact(cx.vd)) {
@@ -325,48 +337,48 @@ impl Chunk<'_> {
     }
 
     /// dPg = dO V'^T; dP = scale G dPg, and its parts of dQ and dK.
-    fn weights(&self, space: &mut Space<'_>, sums: &mut GateSums, ahead: &mut Ahead) {
+    fn weights(&self, workspace: &mut Workspace<'_>, sums: &mut GateSums, ahead: &mut Ahead) {
         let Chunk { cx, keys, work, .. } = *self;
         let (kp, scales) = (cx.kp, [cx.problem.scale(); CHUNK]);
-        cx.kernels.transpose(work.vn, cx.vs, space.turned, CHUNK, CHUNK, cx.vp);
-        let (d_o, turned) = (Matrix::new(space.d_o, cx.vs), Matrix::new(space.turned, CHUNK));
+        cx.kernels.transpose(work.vn, cx.vs, workspace.turned, CHUNK, CHUNK, cx.vp);
+        let (d_o, turned) = (Matrix::new(workspace.d_o, cx.vs), Matrix::new(workspace.turned, CHUNK));
         let squares = [CHUNK, CHUNK, cx.vd];
-        cx.kernels.gemm(MatrixMut::at(space.square, CHUNK, 0, 0), d_o, turned, squares, Sum::Fresh, ahead);
-        gate_sums(space.square, space.pg, &mut sums.d_g);
-        cx.kernels.stage(Stage::Weigh { out: space.other, x: space.square, g: work.g, factor: &scales });
-        let (k, q, d_p) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp), Matrix::new(space.other, CHUNK));
+        cx.kernels.gemm(MatrixMut::at(workspace.square, CHUNK, 0, 0), d_o, turned, squares, Sum::Fresh, ahead);
+        gate_sums(workspace.square, workspace.pg, &mut sums.d_g);
+        cx.kernels.stage(Stage::Weigh { out: workspace.other, x: workspace.square, g: work.g, factor: &scales });
+        let (k, q, d_p) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp), Matrix::new(workspace.other, CHUNK));
         let by_tokens = [CHUNK, kp, CHUNK];
-        cx.kernels.gemm(MatrixMut::at(space.d_q, kp, 0, 0), d_p, k, by_tokens, Sum::Onto, ahead);
-        cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, kp, 0, 0), d_p, q, by_tokens, Sum::Onto, ahead);
+        cx.kernels.gemm(MatrixMut::at(workspace.d_q, kp, 0, 0), d_p, k, by_tokens, Sum::Onto, ahead);
+        cx.kernels.gemm_transposed(MatrixMut::at(workspace.d_k, kp, 0, 0), d_p, q, by_tokens, Sum::Onto, ahead);
     }
 
     /// dAb = G dAg; its part of the gates, of beta, and of L.
-    fn inverse(&self, space: &mut Space<'_>, sums: &mut GateSums, ahead: &mut Ahead) {
+    fn inverse(&self, workspace: &mut Workspace<'_>, sums: &mut GateSums, ahead: &mut Ahead) {
         let Chunk { cx, keys, work, gates, .. } = *self;
         let GateSums { d_g, d_beta, .. } = sums;
-        gate_sums(space.d_ag, work.ag, d_g);
+        gate_sums(workspace.d_ag, work.ag, d_g);
         let ones = [1.0; CHUNK];
-        cx.kernels.stage(Stage::Weigh { out: space.square, x: space.d_ag, g: work.g, factor: &ones });
-        for (row, a) in space.square.chunks_exact(CHUNK).zip(work.a.chunks_exact(CHUNK)) {
+        cx.kernels.stage(Stage::Weigh { out: workspace.square, x: workspace.d_ag, g: work.g, factor: &ones });
+        for (row, a) in workspace.square.chunks_exact(CHUNK).zip(work.a.chunks_exact(CHUNK)) {
             d_beta.iter_mut().zip(row.iter().zip(a)).for_each(|(sum, (d, a))| *sum += d * a);
         }
-        cx.kernels.stage(Stage::Weigh { out: space.other, x: space.d_ag, g: work.g, factor: &gates.beta });
-        cx.kernels.transpose(work.a, CHUNK, space.square, CHUNK, CHUNK, CHUNK);
-        let (other, a_turned) = (Matrix::new(space.other, CHUNK), Matrix::new(space.square, CHUNK));
+        cx.kernels.stage(Stage::Weigh { out: workspace.other, x: workspace.d_ag, g: work.g, factor: &gates.beta });
+        cx.kernels.transpose(work.a, CHUNK, workspace.square, CHUNK, CHUNK, CHUNK);
+        let (other, a_turned) = (Matrix::new(workspace.other, CHUNK), Matrix::new(workspace.square, CHUNK));
         let all = [CHUNK; 3];
-        cx.kernels.gemm(MatrixMut::at(space.d_ag, CHUNK, 0, 0), other, a_turned, all, Sum::Fresh, ahead);
-        let (a, inner) = (Matrix::new(work.a, CHUNK), Matrix::new(space.d_ag, CHUNK));
-        cx.kernels.gemm_transposed(MatrixMut::at(space.other, CHUNK, 0, 0), a, inner, all, Sum::Fresh, ahead);
-        for (i, row) in space.other.chunks_exact_mut(CHUNK).enumerate() {
+        cx.kernels.gemm(MatrixMut::at(workspace.d_ag, CHUNK, 0, 0), other, a_turned, all, Sum::Fresh, ahead);
+        let (a, inner) = (Matrix::new(work.a, CHUNK), Matrix::new(workspace.d_ag, CHUNK));
+        cx.kernels.gemm_transposed(MatrixMut::at(workspace.other, CHUNK, 0, 0), a, inner, all, Sum::Fresh, ahead);
+        for (i, row) in workspace.other.chunks_exact_mut(CHUNK).enumerate() {
             row[i..].fill(0.0);
             let kk = &keys.kk[i * CHUNK..i * CHUNK + i];
             d_beta[i] -= row.iter().zip(kk).map(|(d, kk)| d * kk).sum::<f32>();
             row.iter_mut().for_each(|d| *d *= -gates.beta[i]);
         }
-        let (k, b) = (Matrix::new(keys.k, cx.kp), Matrix::new(space.other, CHUNK));
+        let (k, b) = (Matrix::new(keys.k, cx.kp), Matrix::new(workspace.other, CHUNK));
         let by_tokens = [CHUNK, cx.kp, CHUNK];
-        cx.kernels.gemm(MatrixMut::at(space.d_k, cx.kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
-        cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, cx.kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
+        cx.kernels.gemm(MatrixMut::at(workspace.d_k, cx.kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
+        cx.kernels.gemm_transposed(MatrixMut::at(workspace.d_k, cx.kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
     }
 
     fn store_gates(&self, sums: GateSums, out: &Out<'_>) {

@@ -128,7 +128,7 @@ impl<'w> Shared<'w> {
 
 /// Data of one value head in a chunk. The values have `width` columns: more than v if the map of a segment is computed
 /// along with its state.
-pub(super) struct Work<'w> {
+pub(super) struct ChunkData<'w> {
     width: usize,
     stride: usize,
     /// G, A and Ag (then the weights of the outputs), `[token][token]`.
@@ -147,7 +147,7 @@ pub(super) struct Work<'w> {
     pub ahead: Ahead,
 }
 
-impl<'w> Work<'w> {
+impl<'w> ChunkData<'w> {
     fn sizes(cx: &Context<'_>, width: usize) -> [usize; 9] {
         let (square, values) = (CHUNK * CHUNK, CHUNK * cx.stride(width));
         [square, square, square, values, values, values, values, values, INVERT * (CHUNK + INVERT)]
@@ -159,7 +159,7 @@ impl<'w> Work<'w> {
         let [g, a, ag, v, u, w, vn, o, scratch] = Self::sizes(cx, width).map(|n| arena.take(n));
         // Elements that are never written (above the diagonal, past the columns) must be finite.
         [&mut *a, &mut *v, &mut *u, &mut *w, &mut *vn, &mut *o].into_iter().for_each(|x| x.fill(0.0));
-        Work { width, stride: cx.stride(width), g, a, ag, v, u, w, vn, o, scratch, ahead: Ahead::default() }
+        ChunkData { width, stride: cx.stride(width), g, a, ag, v, u, w, vn, o, scratch, ahead: Ahead::default() }
     }
 
     /// Processes a chunk starting at `first`: `state` becomes the state after it, and `o` the outputs.

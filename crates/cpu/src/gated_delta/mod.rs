@@ -20,7 +20,7 @@ use fulgurite_core::gated_delta::{
 };
 use fulgurite_core::{RowLayout, TensorView};
 use pass::Pass;
-use segments::{Plan, Segment};
+use segments::{Segment, Segmentation};
 
 /// The form of the computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -268,7 +268,7 @@ struct Item<'p> {
 }
 
 fn chunked(cx: &Context<'_>, out: &Out<'_>, how: DeltaSegments, threads: usize) -> DeltaCounters {
-    let plans: Vec<Plan> = cx.bound.sequences().iter().map(|s| Plan::new(cx, s, how)).collect();
+    let plans: Vec<Segmentation> = cx.bound.sequences().iter().map(|s| Segmentation::new(cx, s, how)).collect();
     let starts: Vec<Vec<f32>> = segments::starts(cx, &plans, threads);
     // The number of value heads per item changes no bits. Neighbouring heads are adjacent in memory, and their states
     // share the L2 cache and page-table entries, but there must be enough items that the threads finish together.
@@ -293,7 +293,7 @@ fn chunked(cx: &Context<'_>, out: &Out<'_>, how: DeltaSegments, threads: usize) 
     counters
 }
 
-fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Out<'_>) {
+fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Segmentation, starts: &[f32], out: &Out<'_>) {
     let s = &cx.bound.sequences()[item.sequence];
     let size = cx.state_len();
     let n = item.heads.len();

@@ -1,6 +1,6 @@
 //! Processes chunks one after the other, on the matrix unit if there is one, else on vectors.
 
-use super::chunk::{Need, Shared, Work};
+use super::chunk::{ChunkData, Need, Shared};
 use super::tiled::Tiled;
 use super::{Context, Out, ValueHead};
 use crate::memory::Arena;
@@ -9,7 +9,7 @@ use fulgurite_core::gated_delta::Tokens;
 
 /// The unit that computes the chunks.
 pub(super) enum Pass<'w> {
-    Vectors(Box<(Shared<'w>, Work<'w>)>),
+    Vectors(Box<(Shared<'w>, ChunkData<'w>)>),
     Tiles(Box<Tiled<'w>>),
 }
 
@@ -17,7 +17,7 @@ impl<'w> Pass<'w> {
     pub fn room(cx: &Context<'_>, width: usize) -> usize {
         match cx.matrix {
             Some(matrix) => Tiled::room(cx, matrix),
-            None => Shared::room(cx) + Work::room(cx, width),
+            None => Shared::room(cx) + ChunkData::room(cx, width),
         }
     }
 
@@ -25,7 +25,7 @@ impl<'w> Pass<'w> {
     pub fn new(cx: &Context<'_>, arena: &mut Arena<'w>, width: usize) -> Self {
         match cx.matrix {
             Some(matrix) => Pass::Tiles(Box::new(Tiled::new(cx, matrix, arena, width))),
-            None => Pass::Vectors(Box::new((Shared::new(cx, arena), Work::new(cx, arena, width)))),
+            None => Pass::Vectors(Box::new((Shared::new(cx, arena), ChunkData::new(cx, arena, width)))),
         }
     }
 

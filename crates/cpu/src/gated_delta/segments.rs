@@ -42,16 +42,16 @@ enum Way {
 }
 
 /// The splits of one sequence.
-pub(super) struct Plan {
+pub(super) struct Segmentation {
     pub segments: Vec<Segment>,
     /// The way for each segment but the last, and each value head.
     ways: Vec<Way>,
 }
 
-impl Plan {
-    pub fn new(cx: &Context<'_>, s: &Tokens, how: DeltaSegments) -> Plan {
+impl Segmentation {
+    pub fn new(cx: &Context<'_>, s: &Tokens, how: DeltaSegments) -> Segmentation {
         let (chunks, heads) = (s.len.div_ceil(CHUNK), cx.problem.value_heads());
-        let whole = || Plan { segments: vec![Segment { number: 0, chunks: 0..chunks }], ways: vec![] };
+        let whole = || Segmentation { segments: vec![Segment { number: 0, chunks: 0..chunks }], ways: vec![] };
         if how == DeltaSegments::Whole || heads > FEW_HEADS || chunks < LEAST {
             return whole();
         }
@@ -62,7 +62,7 @@ impl Plan {
             starts.map(|(number, start)| Segment { number, chunks: start..(start + len).min(chunks) }).collect();
         let inner = &segments[..segments.len() - 1];
         let ways = inner.iter().flat_map(|seg| (0..heads).map(|h| way(cx, s, seg, h, how))).collect();
-        Plan { segments, ways }
+        Segmentation { segments, ways }
     }
 
     /// Offset of a segment's start among the starts of its sequence; `None` for the first.
@@ -104,7 +104,7 @@ fn way(cx: &Context<'_>, s: &Tokens, segment: &Segment, head: usize, how: DeltaS
 }
 
 /// The initial states of segments, except the first of each sequence: `[segment - 1][head][state]`.
-pub(super) fn starts(cx: &Context<'_>, plans: &[Plan], threads: usize) -> Vec<Vec<f32>> {
+pub(super) fn starts(cx: &Context<'_>, plans: &[Segmentation], threads: usize) -> Vec<Vec<f32>> {
     let (heads, size) = (cx.problem.value_heads(), cx.state_len());
     let mut all = Vec::with_capacity(plans.len());
     for (plan, s) in plans.iter().zip(cx.bound.sequences()) {

@@ -37,7 +37,7 @@ pub(super) fn run(
         [&mut gradients.d_q, &mut gradients.d_r, &mut gradients.d_k, &mut gradients.d_v].map(Tensor::view_mut);
     let strides = views.each_ref().map(|view| *view.strides());
     let shared = views.each_mut().map(SharedRows::new);
-    let work = Work { cx, rx, forward, d_o, out: &shared, strides: strides.each_ref().map(|s| &**s) };
+    let work = CallData { cx, rx, forward, d_o, out: &shared, strides: strides.each_ref().map(|s| &**s) };
     let heads = cx.problem.kv_heads();
     pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
         work.item(i / heads, i % heads);
@@ -45,7 +45,7 @@ pub(super) fn run(
     });
 }
 
-struct Work<'a> {
+struct CallData<'a> {
     cx: &'a Context<'a>,
     rx: &'a Context<'a>,
     forward: &'a ParallaxForward,
@@ -74,7 +74,7 @@ impl<'w> KeySums<'w> {
 }
 
 /// The data of a tile of queries.
-struct Space<'w> {
+struct Workspace<'w> {
     /// `[key][lane]` of all keys: P, later W; U; P a, later gl.
     p: &'w mut [f32],
     u: &'w mut [f32],
@@ -95,7 +95,7 @@ struct Space<'w> {
     ahead: Ahead,
 }
 
-impl<'w> Space<'w> {
+impl<'w> Workspace<'w> {
     fn sizes(cx: &Context<'_>, n: usize) -> [usize; 13] {
         let tile = cx.kernels.tile;
         let (keys, d, dv) = (n * tile, tile * cx.d_pad, tile * cx.dv_pad);
@@ -105,7 +105,7 @@ impl<'w> Space<'w> {
         let [p, u, a, g, q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, copy] =
             Self::sizes(cx, n).map(|n| arena.take(n));
         let ahead = Ahead::default();
-        Space { p, u, a, g, q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, copy, ahead }
+        Workspace { p, u, a, g, q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, copy, ahead }
     }
 }
 
@@ -115,17 +115,17 @@ struct Weights {
     b: PerLane,
 }
 
-impl Work<'_> {
+impl CallData<'_> {
     fn item(&self, number: usize, kv_head: usize) {
         let cx = self.cx;
         let sequence = &cx.bound.sequences()[number];
         let n = sequence.k_len;
         let sizes = [n * cx.d_pad, n * cx.dv_pad, n * cx.d_pad, n * cx.dv_pad];
-        let all = sizes.into_iter().chain(Space::sizes(cx, n));
+        let all = sizes.into_iter().chain(Workspace::sizes(cx, n));
         with_workspace(all.map(Arena::room).sum(), |workspace| {
             let mut arena = Arena::new(workspace);
             let [k, v, d_k, d_v] = sizes.map(|n| arena.take(n));
-            let mut space = Space::new(cx, n, &mut arena);
+            let mut workspace = Workspace::new(cx, n, &mut arena);
             d_k.fill(0.0);
             d_v.fill(0.0);
             let k = cx.keys(cx.bound.k(), sequence, kv_head, 0..n, [cx.d, cx.d_pad], k);
@@ -133,12 +133,12 @@ impl Work<'_> {
             let mut keys = KeySums { k, v, n, d_k, d_v };
             for tile in cx.tiles(number, kv_head) {
                 let lanes = cx.lanes(&tile);
-                let stats = self.load(&tile, lanes.stride, &mut space);
-                let weights = self.weigh(&tile, &lanes, &stats, &keys, &mut space);
+                let stats = self.load(&tile, lanes.stride, &mut workspace);
+                let weights = self.weigh(&tile, &lanes, &stats, &keys, &mut workspace);
                 for (start, step) in &weights.steps {
-                    self.add_step((step, *start), lanes.stride, (&stats, &weights.b), &mut keys, &mut space);
+                    self.add_step((step, *start), lanes.stride, (&stats, &weights.b), &mut keys, &mut workspace);
                 }
-                self.store_tile(&tile, &mut space);
+                self.store_tile(&tile, &mut workspace);
             }
             for (i, from, width, dim) in [(2, &*keys.d_k, cx.d_pad, cx.d), (3, &*keys.d_v, cx.dv_pad, cx.dv)] {
                 let rows = cx.key_layout(self.strides[i], sequence);
@@ -152,9 +152,9 @@ impl Work<'_> {
     }
 
     /// Loads Q, R and dO of a tile, and clears dQ and dR.
-    fn load(&self, tile: &Tile, stride: usize, space: &mut Space<'_>) -> LaneStats {
+    fn load(&self, tile: &Tile, stride: usize, workspace: &mut Workspace<'_>) -> LaneStats {
         let (cx, sequence) = (self.cx, &self.cx.bound.sequences()[tile.sequence]);
-        let Space { q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, .. } = space;
+        let Workspace { q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, .. } = workspace;
         Vectors.queries(cx, tile, stride, q, q_turned);
         Vectors.queries(self.rx, tile, stride, r, r_turned);
         for (view, dim, width, to) in [
@@ -178,7 +178,7 @@ impl Work<'_> {
         lanes: &Lanes,
         stats: &LaneStats,
         keys: &KeySums<'_>,
-        space: &mut Space<'_>,
+        workspace: &mut Workspace<'_>,
     ) -> Weights {
         let cx = self.cx;
         let mut modifier = cx.modifier(1.0);
@@ -186,9 +186,10 @@ impl Work<'_> {
         for start in (0..keys.n).step_by(BLOCK) {
             for piece in cx.pieces(tile, start..(start + BLOCK).min(keys.n)) {
                 let Some(step) = cx.step(tile, lanes, &piece, start) else { continue };
-                self.weigh_step((tile, lanes), (&step, start), stats, keys, (space, &mut modifier));
+                self.weigh_step((tile, lanes), (&step, start), stats, keys, (workspace, &mut modifier));
                 let (stride, hull) = (lanes.stride, step.hull());
-                for row in space.a[(start + hull.start) * stride..(start + hull.end) * stride].chunks_exact(stride) {
+                for row in workspace.a[(start + hull.start) * stride..(start + hull.end) * stride].chunks_exact(stride)
+                {
                     b.iter_mut().zip(row).for_each(|(b, x)| *b += x);
                 }
                 steps.push((start, step));
@@ -204,10 +205,10 @@ impl Work<'_> {
         (step, start): (&Step, usize),
         stats: &LaneStats,
         keys: &KeySums<'_>,
-        (space, modifier): (&mut Space<'_>, &mut Modifier<'_>),
+        (workspace, modifier): (&mut Workspace<'_>, &mut Modifier<'_>),
     ) {
         let (cx, stride) = (self.cx, lanes.stride);
-        let Space { p, u, a, q_turned, r_turned, d_o_turned, ahead, .. } = space;
+        let Workspace { p, u, a, q_turned, r_turned, d_o_turned, ahead, .. } = workspace;
         let [p, u, a] = [p, u, a].map(|x| &mut x[start * stride..]);
         let (hull, from) = (step.hull(), keys.keys_from(start));
         let part = hull.start * stride..hull.end * stride;
@@ -257,11 +258,11 @@ impl Work<'_> {
         stride: usize,
         (stats, b): (&LaneStats, &PerLane),
         keys: &mut KeySums<'_>,
-        space: &mut Space<'_>,
+        workspace: &mut Workspace<'_>,
     ) {
         let cx = self.cx;
         let from = keys.keys_from(start);
-        let Space { p, u, a, g, q, r, d_o, d_q, d_r, copy, ahead, .. } = space;
+        let Workspace { p, u, a, g, q, r, d_o, d_q, d_r, copy, ahead, .. } = workspace;
         let hull = step.hull();
         let part = (start + hull.start) * stride..(start + hull.end) * stride;
         let seen = cx.only_seen(from, cx.d_pad, &p[start * stride..], step, stride, copy);
@@ -287,10 +288,10 @@ impl Work<'_> {
     }
 
     /// Writes dQ and dR of a tile.
-    fn store_tile(&self, tile: &Tile, space: &mut Space<'_>) {
+    fn store_tile(&self, tile: &Tile, workspace: &mut Workspace<'_>) {
         let (cx, sequence) = (self.cx, &self.cx.bound.sequences()[tile.sequence]);
-        space.d_q.iter_mut().for_each(|x| *x *= cx.problem.scale());
-        for (i, sums) in [(0, &*space.d_q), (1, &*space.d_r)] {
+        workspace.d_q.iter_mut().for_each(|x| *x *= cx.problem.scale());
+        for (i, sums) in [(0, &*workspace.d_q), (1, &*workspace.d_r)] {
             let rows = cx.query_layout(self.strides[i], sequence);
             for lane in 0..tile.rows {
                 let (q, head) = cx.query_and_head(tile, lane);

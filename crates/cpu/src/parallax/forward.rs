@@ -2,7 +2,7 @@
 //! known, and V is multiplied once. Memory is a tile times the number of keys.
 
 use crate::decode::Probe;
-use crate::forward::{Out, Plan, QueryTile, finish, items, scores, softmax};
+use crate::forward::{Out, QueryTile, RunOptions, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
 use crate::modify::Modifier;
 use crate::nonfinite::Visible;
@@ -13,7 +13,7 @@ use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use fulgurite_core::{DType, Rescale};
 
-pub(super) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &Plan, probe: &Probe<'_>) {
+pub(super) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &RunOptions, probe: &Probe<'_>) {
     let items = items(cx, sequences, plan.threads);
     let policy = match plan.rescale {
         Rescale::Always => Policy::Raise(0.0),
@@ -92,7 +92,7 @@ struct Walk<'a> {
 }
 
 /// Buffers of an item that its tiles use one after the other.
-struct Space<'w, 'm> {
+struct Workspace<'w, 'm> {
     /// S and U of all blocks.
     s: &'w mut [f32],
     u: &'w mut [f32],
@@ -147,7 +147,7 @@ impl<'a> Walk<'a> {
         &self,
         queries: &mut QueryTile<'_>,
         keys: &[[KeyRows<'_>; 2]],
-        space: &mut Space<'_, '_>,
+        workspace: &mut Workspace<'_, '_>,
     ) -> (Vec<Done>, [f32; MAX_LANES]) {
         let (cx, stride) = (self.cx, queries.lanes.stride);
         let k_len = cx.bound.sequences()[queries.tile.sequence].k_len;
@@ -163,7 +163,7 @@ impl<'a> Walk<'a> {
                 let Some(step) = cx.step(&queries.tile, &queries.lanes, &piece, start) else { continue };
                 // Packed weights are whole tiles: a second piece of a block may share one with the first.
                 let own = [(); 2].map(|_| vec![0.0; if n == 0 { 0 } else { self.weights }]);
-                done.push(self.softmax_of((step, start), [k, v], (queries, &mut sums), (own, settles), space));
+                done.push(self.softmax_of((step, start), [k, v], (queries, &mut sums), (own, settles), workspace));
             }
         }
         let mut mean = [0.0; MAX_LANES];
@@ -180,11 +180,11 @@ impl<'a> Walk<'a> {
         [k, v]: [KeyRows<'_>; 2],
         (queries, sums): (&mut QueryTile<'_>, &mut [f32; MAX_LANES]),
         (mut own, settles): ([Vec<f32>; 2], bool),
-        space: &mut Space<'_, '_>,
+        workspace: &mut Workspace<'_, '_>,
     ) -> Done {
         let (cx, rx, stride) = (self.cx, self.rx, queries.lanes.stride);
         let packed = self.packs && v.finite;
-        let Space { s, u, r, values, weights, probes, ahead, modifier } = space;
+        let Workspace { s, u, r, values, weights, probes, ahead, modifier } = workspace;
         let [to, packed_u] = piece_buffers(&mut own, [weights, probes], self.weights_at(start), self.weights);
         // Packed blocks need no memory for S and U.
         let offset = if packed { 0 } else { start * stride };
@@ -231,12 +231,12 @@ impl<'a> Walk<'a> {
         mut done: Vec<Done>,
         keys: &[[KeyRows<'_>; 2]],
         mean: &[f32],
-        space: &mut Space<'_, '_>,
+        workspace: &mut Workspace<'_, '_>,
     ) {
         let (cx, stride) = (self.cx, queries.lanes.stride);
         // The last blocks are still in the cache, so go back. But with zero probes this is attention, whose sums start
         // with the first block.
-        let back = self.unit.is_none() && space.r[..self.rx.d_pad * stride].iter().any(|&x| x != 0.0);
+        let back = self.unit.is_none() && workspace.r[..self.rx.d_pad * stride].iter().any(|&x| x != 0.0);
         // Going back: the product of the factors of the blocks after this one.
         let mut later: Option<[f32; MAX_LANES]> = None;
         for i in 0..done.len() {
@@ -246,7 +246,7 @@ impl<'a> Walk<'a> {
                 cx.kernels.scale_lanes(queries.o, &alpha[..stride]);
             }
             let v = keys[done.start / self.block][1];
-            self.output_of(queries, done, v, (mean, later.as_ref()), space);
+            self.output_of(queries, done, v, (mean, later.as_ref()), workspace);
             if let (Some(alpha), true) = (&done.alpha, back) {
                 let before = later.unwrap_or([1.0; MAX_LANES]);
                 later = Some(std::array::from_fn(|lane| before[lane] * alpha[lane]));
@@ -261,11 +261,11 @@ impl<'a> Walk<'a> {
         done: &mut Done,
         v: KeyRows<'_>,
         (mean, later): (&[f32], Option<&[f32; MAX_LANES]>),
-        space: &mut Space<'_, '_>,
+        workspace: &mut Workspace<'_, '_>,
     ) {
         let (cx, block, stride) = (self.cx, self.block, queries.lanes.stride);
         let Done { start, step, packed: weighed, own, seen: visible, .. } = done;
-        let Space { s, u, values, weights, probes, ahead, .. } = space;
+        let Workspace { s, u, values, weights, probes, ahead, .. } = workspace;
         let [to, packed_u] = piece_buffers(own, [weights, probes], self.weights_at(*start), self.weights);
         let [s, pu] = [s, u].map(|x| &mut x[*start * stride..][..block * stride]);
         if let Some(later) = later {
@@ -324,17 +324,17 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             .collect();
         let _held = cx.unit.hold();
         let modifier = cx.modifier(cx.unit.score_scale(cx));
-        let mut space = Space { s, u, r, values, weights, probes, ahead: Ahead::default(), modifier };
+        let mut workspace = Workspace { s, u, r, values, weights, probes, ahead: Ahead::default(), modifier };
         for &tile in tiles {
             let lanes = cx.lanes(&tile);
             let stride = lanes.stride;
             cx.unit.queries(cx, &tile, stride, rows, q);
-            rx.unit.queries(rx, &tile, stride, rows, space.r);
+            rx.unit.queries(rx, &tile, stride, rows, workspace.r);
             let o = &mut o[..cx.dv_pad * stride];
             o.fill(0.0);
             let mut queries = QueryTile { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
-            let (done, mean) = walk.softmax(&mut queries, &keys, &mut space);
-            walk.output(&mut queries, done, &keys, &mean[..stride], &mut space);
+            let (done, mean) = walk.softmax(&mut queries, &keys, &mut workspace);
+            walk.output(&mut queries, done, &keys, &mean[..stride], &mut workspace);
             let scale = cx.score_scale();
             queries.m.iter_mut().for_each(|m| *m *= scale);
             finish(cx, &mut queries, rows, out);

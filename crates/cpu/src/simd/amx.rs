@@ -138,7 +138,7 @@ static WHOLE: Shapes = {
 };
 
 /// Byte offsets of a block of C and its operands.
-struct Block {
+struct BlockOffsets {
     c: *mut f32,
     c_row: usize,
     /// First and second group of rows of A and of columns of B.
@@ -260,7 +260,7 @@ pub(super) unsafe fn multiply<const A: usize, const B: usize, const STORED: usiz
                 ahead.ask::<Avx512>();
                 let (rows, columns) = ((m - i).min(2), (n - j).min(2));
                 let (a, b) = (a.add(i * a_pitch), b.add(j * b_pitch));
-                let block = Block {
+                let block = BlockOffsets {
                     c: c.add(i * 16 * ldc + j * 16),
                     c_row: ldc * 4,
                     a: [a, a.add((rows - 1) * a_pitch)],

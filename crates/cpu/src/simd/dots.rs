@@ -108,7 +108,7 @@ const fn parts<const A: usize, const B: usize>() -> &'static [[usize; 2]] {
 }
 
 /// The position of a block of C; its old contents are ignored unless `add` is set.
-struct Block {
+struct BlockAddress {
     c: *mut f32,
     ldc: usize,
     a: *const f32,
@@ -122,7 +122,7 @@ struct Block {
 /// As for [`Simd`](super::Simd), the extents are valid.
 #[inline(always)]
 unsafe fn block<D: Dot, const A: usize, const B: usize, const STORED: usize, const N: usize>(
-    Block { c, ldc, a, k, add }: &Block,
+    BlockAddress { c, ldc, a, k, add }: &BlockAddress,
     b: [*const f32; N],
     starts: &[__m512i; ROWS],
 ) {
@@ -179,7 +179,7 @@ unsafe fn multiply<D: Dot, const A: usize, const B: usize, const STORED: usize>(
             let starts: [__m512i; ROWS] = std::array::from_fn(|r| D::start(a.add(r * 16), k));
             for j in (0..n).step_by(2) {
                 before();
-                let own = Block { c: c.add(row * ldc + j * 16), ldc, a, k, add };
+                let own = BlockAddress { c: c.add(row * ldc + j * 16), ldc, a, k, add };
                 let b = b.add(j * b_pitch);
                 if j + 1 < n {
                     block::<D, A, B, STORED, 2>(&own, [b, b.add(b_pitch)], &starts);

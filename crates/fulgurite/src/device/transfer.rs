@@ -279,7 +279,7 @@ impl<D: Device + ?Sized> Engine for OnDevice<D> {
         let rescale = self.rescale.map(|r| format!(", rescale {r}")).unwrap_or_default();
         let order = if self.order == Order::Fixed { ", gradients in a fixed order" } else { "" };
         let (name, device) = (self.name(), self.session.device());
-        // An impossible wish is refused when a problem is planned.
+        // A configuration without a kernel is refused when a problem is planned.
         let products = forward_unit(device.target(), self.unit).map(|unit| format!(", products by {unit}"));
         let products = products.unwrap_or_default();
         format!("{name}, {}{products}, tensors copied there and back{rescale}{order}", device.name())

@@ -180,7 +180,8 @@ where
         totals: &Totals<'k>,
         prepare: [Prepare<'_, 'k>; 2],
     ) {
-        // A value that is not finite spoils its column in all rows that are multiplied with it: one row of each thread tells.
+        // A value that is not finite spoils its column in all rows that are multiplied with it, so one row of each thread is
+        // enough to find it.
         w.when_rarely(w.any(not_finite(o, 0)), |w| {
             let rows = totals.sum.iter().enumerate();
             let spoiled: Vec<_> = rows.map(|(i, sum)| not_finite(o, i) & sum.eq(*sum)).collect();

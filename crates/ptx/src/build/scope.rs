@@ -47,8 +47,7 @@ impl<'k, W: Who> Scope<'k, W> {
     #[track_caller]
     fn special(&self, name: &'static str) -> Val<'k, u32> {
         let (d, value) = Val::fresh(self.k);
-        let row = if name.contains("cluster") { &convert::SPECIAL_CLUSTER } else { &convert::SPECIAL };
-        self.k.emit(row, [d, Arg::Word(name)]);
+        self.k.emit(&convert::SPECIAL, [d, Arg::Word(name)]);
         value
     }
     /// Index of the thread in the CTA.
@@ -76,7 +75,11 @@ impl<'k, W: Who> Scope<'k, W> {
     pub fn cluster_rank(&self) -> Val<'k, u32> {
         match self.k.cluster_blocks() {
             1 => 0.into_val(self.k),
-            _ => self.special("%cluster_ctarank"),
+            _ => {
+                let (d, value) = Val::fresh(self.k);
+                self.k.emit(&convert::SPECIAL_CLUSTER, [d, Arg::Word("%cluster_ctarank")]);
+                value
+            }
         }
     }
     /// Index of the cluster in the grid.

@@ -1,7 +1,8 @@
-//! Forward attention on the simulator, with a reference in f64.
+//! Forward attention on the simulator, judged by the oracle.
 
 use super::{Random, download, upload};
-use fulgurite_core::{DType, Mask, Problem, Rescale};
+use fulgurite_core::compare::{self, Verdict};
+use fulgurite_core::{DType, Forward, Inputs, Mask, Problem, Rescale, Tensor};
 use fulgurite_kernels::attention::forward::plan::{
     ConfigTable, DeviceTensor, ForwardConfig, ForwardPlan, SyncConfig, Tensors,
 };
@@ -28,17 +29,21 @@ pub struct Case {
 }
 
 impl Case {
-    /// How the library would run it: head dimensions above 128 do not join tiles, those above 64 pass turns early.
-    pub fn plan(&self) -> ForwardPlan {
+    pub fn problem(&self) -> Problem {
         let Case { q_len, k_len, heads, batch, dim, .. } = *self;
-        let problem = Problem::builder()
+        Problem::builder()
             .dense(batch as usize, q_len as usize, k_len as usize)
             .heads(heads[0] as usize, heads[1] as usize)
             .head_dim(dim as usize)
             .dtype(DType::Bf16)
             .mask(if self.causal { Mask::causal() } else { Mask::none() })
             .build()
-            .unwrap();
+            .unwrap()
+    }
+
+    /// How the library would run it: head dimensions above 128 do not join tiles, those above 64 pass turns early.
+    pub fn plan(&self) -> ForwardPlan {
+        let problem = self.problem();
         if self.sync {
             let plan = ForwardPlan::mma_sync(&problem, Some(self.rescale), &ConfigTable::default()).unwrap();
             return plan.with_sync_config(|usual| match self.config {
@@ -57,68 +62,40 @@ impl Case {
         self.plan().kernel(if self.sync { Target::AMPERE } else { Target::HOPPER }).unwrap()
     }
 
-    /// Runs the kernel, or one that was made of it; the largest errors of o and of the LSE.
-    pub fn run(&self, sim: &Sim, kernel: Kernel) -> Result<[f64; 2], DeviceError> {
-        let Case { q_len, k_len, heads: [heads, kv_heads], batch, dim, .. } = *self;
+    /// Runs the kernel, or one that was made of it; the verdicts on o and on the LSE.
+    pub fn run(&self, sim: &Sim, kernel: Kernel) -> Result<Vec<(String, Verdict)>, DeviceError> {
+        let problem = self.problem();
+        let shapes = [problem.q_shape(), problem.k_shape(), problem.v_shape(), problem.o_shape()];
         let mut random = Random(5);
-        let mut draw = |n: u32| -> Vec<bf16> { (0..n).map(|_| bf16::from_f32(random.unit())).collect() };
-        let (q, k, v) = (
-            draw(batch * q_len * heads * dim),
-            draw(batch * k_len * kv_heads * dim),
-            draw(batch * k_len * kv_heads * dim),
-        );
+        let mut draw = |shape: &Vec<usize>| -> Vec<bf16> {
+            (0..shape.iter().product()).map(|_| bf16::from_f32(random.unit())).collect()
+        };
+        let [q, k, v] = [draw(&shapes[0]), draw(&shapes[1]), draw(&shapes[2])];
         let [q_buffer, k_buffer, v_buffer] = [&q, &k, &v].map(|x| upload(sim, x));
-        let o = sim.allocate(u64::from(batch * q_len * heads * dim * 2)).unwrap();
-        let lse = sim.allocate(u64::from(batch * heads * q_len * 4)).unwrap();
+        let o = sim.allocate(2 * shapes[3].iter().product::<usize>() as u64).unwrap();
+        let lse = sim.allocate(4 * problem.lse_shape().iter().product::<usize>() as u64).unwrap();
         let counters = upload(sim, &[0u32; 2]);
-        let scale = 1.0 / (dim as f32).sqrt();
-        let sides =
-            [(&q_buffer, q_len, heads), (&k_buffer, k_len, kv_heads), (&v_buffer, k_len, kv_heads), (&o, q_len, heads)];
-        let tensors =
-            sides.map(|(b, len, heads)| DeviceTensor::packed(b.span(), [batch, len, heads, dim].map(u64::from)));
-        let tensors = Tensors::new(tensors, lse.span(), counters.span());
+        let buffers = [&q_buffer, &k_buffer, &v_buffer, &o];
+        let rows = std::array::from_fn(|i| {
+            DeviceTensor::packed(buffers[i].span(), std::array::from_fn(|axis| shapes[i][axis] as u64))
+        });
+        let tensors = Tensors::new(rows, lse.span(), counters.span());
         let launch = self.plan().launch(Arc::new(kernel), &tensors, self.blocks).unwrap().unwrap();
         let module = sim.load(launch.kernel.clone())?;
         sim.launch(&module, launch.grid, &launch.args, Stream::default())?;
-        let (o, lse) = (download(sim, &o), download(sim, &lse));
-        let mut worst = [0.0f64; 2];
-        for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
-            let kv = h / (heads / kv_heads);
-            let at = |x: &[bf16], len: u32, heads: u32, row: u32, head: u32, i: u32| {
-                x[(((b * len + row) * heads + head) * dim + i) as usize].to_f64()
-            };
-            for row in 0..q_len {
-                let seen = if self.causal { (row + k_len + 1).saturating_sub(q_len).min(k_len) } else { k_len };
-                let s: Vec<f64> = (0..seen)
-                    .map(|j| {
-                        (0..dim)
-                            .map(|i| at(&q, q_len, heads, row, h, i) * at(&k, k_len, kv_heads, j, kv, i))
-                            .sum::<f64>()
-                            * f64::from(scale)
-                    })
-                    .collect();
-                let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let p: Vec<f64> = s.iter().map(|s| (s - max).exp()).collect();
-                let sum: f64 = p.iter().sum();
-                let byte = 4 * ((b * heads + h) * q_len + row) as usize;
-                let got = f64::from(f32::from_le_bytes(lse[byte..byte + 4].try_into().unwrap()));
-                if seen == 0 {
-                    assert_eq!(got, f64::NEG_INFINITY);
-                } else {
-                    worst[1] = worst[1].max((got - max - sum.ln()).abs());
-                }
-                for i in 0..dim {
-                    let want =
-                        p.iter().enumerate().map(|(j, p)| p * at(&v, k_len, kv_heads, j as u32, kv, i)).sum::<f64>()
-                            / sum.max(1e-300);
-                    let byte = 2 * (((b * q_len + row) * heads + h) * dim + i) as usize;
-                    let got = bf16::from_le_bytes([o[byte], o[byte + 1]]).to_f64();
-                    assert!(!got.is_nan(), "{self:?}: o[{b}][{row}][{h}][{i}]");
-                    worst[0] = worst[0].max((got - want).abs());
-                }
-            }
-        }
-        Ok(worst)
+        let tensor = |dtype, values: Vec<f64>, shape: &[usize]| Tensor::from_f64(dtype, &values, shape).unwrap();
+        let given = |x: &[bf16], shape| tensor(DType::Bf16, x.iter().map(|x| x.to_f64()).collect(), shape);
+        let [q, k, v] = [given(&q, &shapes[0]), given(&k, &shapes[1]), given(&v, &shapes[2])];
+        let halves = download(sim, &o);
+        let halves = halves.as_chunks().0.iter().map(|half| bf16::from_le_bytes(*half).to_f64()).collect();
+        let words = download(sim, &lse);
+        let words = words.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word).into()).collect();
+        let got = Forward {
+            o: tensor(DType::Bf16, halves, &shapes[3]),
+            lse: tensor(DType::F32, words, &problem.lse_shape()),
+        };
+        let inputs = Inputs::new(q.view(), k.view(), v.view());
+        Ok(compare::check_forward(&inputs.bind(&problem).unwrap(), &got, 0))
     }
 }
 

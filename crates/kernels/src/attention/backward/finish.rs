@@ -68,7 +68,7 @@ where
             let number = w.ctas() - 1 - w.cta();
             let [rest, step] = steps.div_rem(number);
             let sums = sums.at_wide(number.mul_wide(rows * d));
-            // Where the sequence begins, the head, the step in the sequence, and the sequence's rows.
+            // The sequence's first row, the head, the step in the sequence, and the sequence's number of rows.
             let (of_sequence, head, step, q_len) = match &sides {
                 Some(sides) => {
                     let batch = sides.of_step(w, step, rows);
@@ -115,7 +115,7 @@ impl ResultArgs {
     }
 }
 
-/// Where the sums of some rows are: in the layout of accumulators.
+/// The position of the sums of some rows, which have the layout of accumulators.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SumLayout {
     /// Rows whose sums lie together.
@@ -139,7 +139,7 @@ impl SumLayout {
         SumLayout { rows: config.rows, d, cols, transposed, planes: config.is_sync() }
     }
 
-    /// Of the d_k or d_v of 64 keys, with `d` elements each.
+    /// Layout of the d_k or d_v of 64 keys with `d` elements each.
     pub fn of_keys(d: u32) -> SumLayout {
         SumLayout { rows: 64, d, cols: d, transposed: false, planes: false }
     }

@@ -16,14 +16,14 @@ use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Acc, Block, BuildError, Group, Half, Pair, Pointer, Scope, Target, Val, Var, Word};
 
-/// Keys whose parts lie together.
+/// Keys of one contiguous block of parts.
 pub(crate) const KEYS: u32 = 64;
 /// Threads of a CTA.
 const THREADS: u32 = 256;
 /// Items that a thread adds at once: as many as registers allow.
 const ITEMS: usize = 4;
 
-/// Where the main kernel leaves its parts of d_k and d_v.
+/// The memory to which the main kernel writes its parts of d_k and d_v.
 pub(crate) struct HeadParts<'k> {
     parts: Pointer<'k, f32>,
     /// Elements of a row of d_k and of d_v.

@@ -27,7 +27,7 @@ impl HeadSpread {
         self.group.div_ceil(self.parts)
     }
 
-    /// What kernels' texts depend on.
+    /// The part of the choice on which kernels' texts depend.
     pub fn shape(&self) -> Spread {
         match (self.is_spread(), self.group % self.parts) {
             (false, _) => Spread::No,

@@ -106,7 +106,7 @@ pub(crate) struct Main<'k> {
     pub inputs: Inputs<'k>,
     d_k: Option<Tensor<'k>>,
     d_v: Option<Tensor<'k>>,
-    /// Where parts of d_k and d_v go instead, if heads are spread over CTAs.
+    /// The memory of the parts of d_k and d_v, which replace both tensors if heads are spread over CTAs.
     pub parts: Option<HeadParts<'k>>,
     /// The first word counts the tiles that are handed out.
     pub counters: Pointer<'k, u32>,

@@ -148,12 +148,13 @@ pub(crate) struct TileMapArgs {
     pub part_tiles: u32,
     /// The steps that a block mask leaves to each tile.
     pub step_ranges: Option<RangeArgs>,
-    /// Of these two, the one of the batch's kind.
+    /// Arguments for a batch of equal sequences; `None` if it is ragged.
     pub dense: Option<DenseArgs>,
+    /// Arguments for a ragged batch; `None` if all sequences are equally long.
     pub ragged: Option<SequenceArgs>,
 }
 
-/// Heads spread over CTAs: what a kernel divides by and multiplies with.
+/// Parameters of heads that are spread over CTAs.
 struct Spread<'k> {
     /// Parts of the query heads of a key/value head.
     parts: Divisor<'k>,

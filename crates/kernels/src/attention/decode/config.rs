@@ -24,7 +24,7 @@ pub struct DecodeConfig {
 }
 
 impl DecodeConfig {
-    /// The configuration for an H200: blocks of 64 keys, and as many in flight as shared memory holds. Head dimensions
+    /// The configuration for an H200: blocks of 64 keys, and the most stages that shared memory holds. Head dimensions
     /// are padded.
     pub fn hopper([d, dv]: [u32; 2]) -> DecodeConfig {
         /// Shared memory that barriers leave free.

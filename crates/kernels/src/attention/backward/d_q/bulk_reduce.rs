@@ -36,7 +36,7 @@ impl<'k> BulkReduce<'k> {
         (to, d_q): (Var<'k, u64>, &Acc<'k>),
         last: Option<&Work<'k>>,
     ) {
-        self.log.waits(NAME, "place free");
+        self.log.waits(NAME, "buffer free");
         self.log.signals(NAME, "d_q written");
         let elements: Vec<_> = d_q.elements().collect();
         self.reducer.open(w, to.get());
@@ -68,7 +68,7 @@ impl<'k> Service<'k> for BulkReduce<'k> {
 
     fn on_warp(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, warp: u32) {
         self.log.waits(NAME, "d_q written");
-        self.log.signals(NAME, "place free");
+        self.log.signals(NAME, "buffer free");
         if let Some(round) = &self.round {
             round.log_added();
         }

@@ -14,9 +14,9 @@
 //!
 //! | service | thread | waits for | signals |
 //! |---|---|---|---|
-//! | bulk_reduce | load, warp 2 | d_q written | place free |
-//! | bulk_reduce | load, warp 3 | d_q written | place free |
-//! | bulk_reduce | compute | place free | d_q written |
+//! | bulk_reduce | load, warp 2 | d_q written | buffer free |
+//! | bulk_reduce | load, warp 3 | d_q written | buffer free |
+//! | bulk_reduce | compute | buffer free | d_q written |
 //! | exact | compute |  |  |
 //! | load | load, warp 0 | tile found | tile loaded |
 //! | load | load, warp 1 | tile found | tile loaded |
@@ -31,8 +31,8 @@
 //! | ordered (threads) | load, warp 1 | step posted, tile before has added | turn has come |
 //! | ordered (threads) | load, warp 2 | step added | message free, tile before has added |
 //! | ordered (threads) | compute | turn has come | step added |
-//! | round | load, warp 0 | message free, place free | tile posted |
-//! | round | load, warp 1 | additions arrived, part converted, tile posted | message free, part summed, place free |
+//! | round | load, warp 0 | message free, sums free | tile posted |
+//! | round | load, warp 1 | additions arrived, part converted, tile posted | message free, part summed, sums free |
 //! | round | load, warp 2 |  | additions arrived |
 //! | round | load, warp 3 |  | additions arrived |
 //! | round | compute | additions arrived, part summed | part converted |
@@ -42,7 +42,7 @@
 //!
 //! The rows of `load` are those of CTA pairs, where one thread finds tiles for the others. A test compares the table with the
 //! waits and signals of the kernels' code. Events within a CTA are mbarriers of a ring. Events between CTAs are words in
-//! global memory: `zeros written`, `place free` and `additions arrived` of `round`, `tile before has added`, and `steps before
+//! global memory: `zeros written`, `sums free` and `additions arrived` of `round`, `tile before has added`, and `steps before
 //! summed`.
 //!
 //! Nothing waits in a circle. A tile, or the part of d_q that comes with it, waits only for tiles with lower numbers

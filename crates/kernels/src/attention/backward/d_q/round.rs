@@ -7,8 +7,8 @@
 //! all CTAs at the end.
 //!
 //! ```text
-//! load, warp 0     tile m posted ------------------------------+        waits until the tile's place is free
-//! load, warp 1     waits for the additions to part m - lag ----+----> part summed                 signals place free
+//! load, warp 0     tile m posted ------------------------------+        waits until the sums are free
+//! load, warp 1     waits for the additions to part m - lag ----+----> part summed                 signals sums free
 //! compute          tile m, then loads the part, stores d_q, zeroes the sums --------------> part converted
 //! load, warp 2, 3  signals that the additions of tile m have arrived
 //! ```
@@ -123,7 +123,7 @@ impl<'k> Round<'k> {
         let places = p.divisor("places", move |call| given(args(call)).places);
         let steps = p.divisor("head_steps", move |call| given(args(call)).steps);
         let added = Flags::new(added, NAME, "additions arrived", log);
-        let rounded = Flags::new(rounded, NAME, "place free", log);
+        let rounded = Flags::new(rounded, NAME, "sums free", log);
         let step = [shape.config.rows, shape.dims[0]];
         move |bands, split| Round {
             results,
@@ -147,7 +147,7 @@ impl<'k> Round<'k> {
         self.results.items() / GROUPS
     }
 
-    /// The place of a pair.
+    /// Index of the sums that a pair owns.
     #[track_caller]
     pub fn place(&self, pair: Val<'k, u32>) -> Val<'k, u32> {
         self.places.div_rem(pair)[1]
@@ -215,7 +215,7 @@ impl<'k> Round<'k> {
         w.each(first + w.cluster(), tiles, w.clusters(), |w, number| {
             w.one_thread_of_group(|t| self.wait_for_part(t, map, number));
             w.sync_group(barrier);
-            // No pair reuses these places: parts of pairs whose place is reused came with tiles.
+            // No later pair takes these sums: parts of pairs whose sums are taken over came with tiles.
             self.round_items::<T>(w, (map, scale), &self.part_of(map, number), 0);
         });
     }
@@ -239,7 +239,7 @@ impl<'k> Round<'k> {
         }
     }
 
-    /// Whether another pair will take over a pair's place.
+    /// Whether another pair will take over a pair's sums.
     fn is_reused(&self, pair: Val<'k, u32>) -> Val<'k, bool> {
         (pair + self.places.value()).lt(self.bands.pairs)
     }

@@ -6,7 +6,7 @@ use crate::attention::backward::spread::HeadSpread;
 use crate::attention::backward::{BackwardConfig, KernelShape, Share};
 use fulgurite_core::Layout;
 
-/// FLOP/s of a multiprocessor in the main kernel, as measured on an H200 (about 550 TFLOP/s in all).
+/// FLOP/s of an SM in the main kernel, as measured on an H200 (about 550 TFLOP/s in all).
 const FLOPS: f64 = 4.2e12;
 /// Bytes of parts a second, written by the main kernel and read by the kernel that adds them. Fitted by hand to times on
 /// an H200 (docs/lab/006-hopper-backward.md, 113 to 120), as are `DRIFT` and `GAIN`.
@@ -27,7 +27,7 @@ pub(crate) fn can_spread(config: &BackwardConfig) -> bool {
     config.share != Share::Pairs && !config.is_sync()
 }
 
-/// What the choice of parts depends on. Lengths are counted in steps: one step of queries of one query head, for one tile.
+/// Inputs of the choice of parts. Lengths are counted in steps: one step of queries of one query head, for one tile.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Load {
     /// Query heads of a key/value head.
@@ -67,7 +67,7 @@ impl Load {
         let mut best = (1, self.seconds(1, self.group));
         for parts in 2..=self.group {
             let most = self.group.div_ceil(parts);
-            // Fewer parts of as many heads take as long.
+            // The same heads per part in fewer parts take as long.
             if most == self.group.div_ceil(parts - 1) {
                 continue;
             }
@@ -91,7 +91,7 @@ impl Facts {
         HeadSpread::new(self.group(), parts)
     }
 
-    /// What a configuration makes of the work of all CTAs.
+    /// The work of all CTAs under a configuration.
     pub fn load(&self, config: &BackwardConfig, splits: bool) -> Load {
         let [d, dv] = KernelShape::plain(&self.features, *config).dims.map(f64::from);
         let (keys, rows) = (f64::from(config.keys()), f64::from(config.rows));
@@ -211,7 +211,7 @@ mod tests {
             prop_assert!(parts == 1 || load.part_bytes * parts as f64 <= MOST_BYTES);
         }
 
-        /// Dearer parts, or a GPU with fewer multiprocessors, never ask for more parts.
+        /// Slower memory for parts, or a GPU with fewer SMs, never leads to more parts.
         #[test]
         fn dearer_parts_are_fewer(load in loads()) {
             let dearer = Load { part_bytes: 4.0 * load.part_bytes + 1e6, ..load };

@@ -67,7 +67,7 @@ fn check(bands: &Bands, parts: Parts, with_parts: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// What is wrong with a deal, if CTAs take works in the order of their numbers and each waits only for lower ones.
+/// Checks a deal: CTAs take works in the order of their numbers, and each work waits only for lower numbers.
 fn check_deal(deal: &Deal, tiles: Tiles, ctas: u64, backwards: bool) -> Result<(), String> {
     let split = tiles.count - deal.whole;
     if !deal.whole.is_multiple_of(ctas) || deal.runs > ctas {
