@@ -14,7 +14,8 @@
 use crate::attention::backward::plan::{BackwardPlan, Kernels as BackwardKernels, Tensors as BackwardTensors};
 use crate::attention::backward::{BackwardConfig, Order};
 use crate::attention::forward::plan::{
-    ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, SyncConfig, Tensors as ForwardTensors,
+    ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, ResultType, SyncConfig,
+    Tensors as ForwardTensors,
 };
 use crate::gemm::plan::{Gemm, GemmError, KernelError, Matrix};
 use crate::tensor_type::TensorRefusal;
@@ -159,11 +160,14 @@ pub struct ForwardOptions {
     pub lse: bool,
     /// The unit that multiplies matrices; `None` means the fastest one of the GPU for which there are kernels.
     pub unit: Option<TensorUnit>,
+    /// The element type of o, and whether o and the LSE are merged with given ones.
+    pub results: ResultType,
 }
 
 impl Default for ForwardOptions {
     fn default() -> Self {
-        ForwardOptions { sinks: None, rescale: None, config: None, sync_config: None, lse: true, unit: None }
+        let results = ResultType::Input;
+        ForwardOptions { sinks: None, rescale: None, config: None, sync_config: None, lse: true, unit: None, results }
     }
 }
 
@@ -178,12 +182,12 @@ impl Operator for Forward {
         target: Target,
         tables: &Tables,
     ) -> Result<ForwardPlan, Refusal> {
-        let ForwardOptions { sinks, rescale, config, sync_config, lse, unit } = *options;
+        let ForwardOptions { sinks, rescale, config, sync_config, lse, unit, results } = *options;
         let mut plan = match forward_unit(target, unit)? {
             TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &ConfigTable::default())?,
             _ => ForwardPlan::by_table(problem, rescale, &tables.forward)?,
         };
-        if !lse {
+        if !lse && results == ResultType::Input {
             plan = plan.without_lse();
         }
         if let Some(config) = config {
@@ -201,7 +205,7 @@ impl Operator for Forward {
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
         }
-        Ok(plan)
+        Ok(plan.with_results(results)?)
     }
 }
 
@@ -295,6 +299,8 @@ pub struct BackwardOptions {
     pub order: Order,
     /// Tile configuration; `None` means the one from the tables.
     pub config: Option<BackwardConfig>,
+    /// The element type of the gradients of q, k and v, and whether they are added to given ones.
+    pub results: ResultType,
 }
 
 impl Operator for Backward {
@@ -311,6 +317,7 @@ impl Operator for Backward {
         check_wgmma(target)?;
         let pass = (options.d_lse, options.order);
         let plan = BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?;
+        let plan = plan.with_results(problem, &tables.backward, options.results)?;
         let Some(config) = options.config else { return Ok(plan) };
         plan.takes(&config)?;
         Ok(plan.with_config(config))

@@ -12,6 +12,7 @@ pub(crate) mod merge;
 pub(crate) mod modifier;
 pub(crate) mod nonfinite;
 pub mod repack;
+pub mod results;
 pub mod row_sums;
 pub(crate) mod schedule;
 pub(crate) mod sequences;

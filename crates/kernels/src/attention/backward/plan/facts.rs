@@ -2,6 +2,7 @@
 
 use crate::attention::backward::d_q::exact;
 use crate::attention::backward::{Features, ModifierGradients};
+use crate::parts::results::ResultType;
 use fulgurite_core::{BlockSpec, Layout};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Arch, Number};
@@ -20,6 +21,8 @@ pub(crate) struct Facts {
     /// needed, or CTAs wait for them.
     pub arch: Arch,
     pub has_sinks: bool,
+    /// The element type of d_q, d_k and d_v, and whether they are added to given ones.
+    pub results: ResultType,
     /// The blocks of a block mask.
     pub blocks: Option<BlockSpec>,
     /// Shapes of auxiliary tensors. With a block mask, the last one is its table of blocks.

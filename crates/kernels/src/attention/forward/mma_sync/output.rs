@@ -1,10 +1,12 @@
 //! O is stored by the threads that computed it.
 
+use crate::attention::forward::f32_output::F32Output;
 use crate::attention::forward::mma_sync::params::RowMemory;
 use crate::parts::epilogue::{Corner, Output};
+use crate::parts::results::{F32Rows, ResultType};
 use crate::parts::schedule::Work;
 use crate::parts::sequences::Sequences;
-use fulgurite_ptx::{Group, GroupBarrier, Pointer, Scope, Tile};
+use fulgurite_ptx::{Group, GroupBarrier, Pointer, Scope, Tile, Val};
 
 /// Threads of a warpgroup.
 const THREADS: u32 = 128;
@@ -19,6 +21,7 @@ pub(super) struct ThreadOutput<'a, 'k> {
     /// Rows and 16-byte units per row of the staging buffer.
     pub rows: u32,
     pub units: u32,
+    pub results: ResultType,
 }
 
 impl<'k> Output<'k> for ThreadOutput<'_, 'k> {
@@ -44,5 +47,9 @@ impl<'k> Output<'k> for ThreadOutput<'_, 'k> {
                 Pointer::<u32>::at_address(address).store_some(w, 0, words);
             });
         }
+    }
+
+    fn f32_rows(&self, work: &Work<'k>, first: Val<'k, u32>) -> Option<F32Rows<'k>> {
+        F32Output { o: self.o, sequences: self.sequences, results: self.results }.f32_rows(work, first)
     }
 }

@@ -12,7 +12,7 @@ use crate::parts::sequences::Sequences;
 use fulgurite_ptx::{Divisor, GlobalRows, Half, Pair, Pointer, Val, Word};
 
 /// A tensor of rows that threads address themselves. Strides are in bytes.
-pub(super) struct RowMemory<'k> {
+pub(in crate::attention::forward) struct RowMemory<'k> {
     of: Of,
     memory: Pointer<'k, u32>,
     batch: Val<'k, u64>,
@@ -23,7 +23,7 @@ pub(super) struct RowMemory<'k> {
 }
 
 impl<'k> RowMemory<'k> {
-    fn declare(p: &Params<'k, ForwardCall>, name: &str, of: Of, at: impl Lens<ForwardCall, RowTensor>) -> Self {
+    pub fn declare(p: &Params<'k, ForwardCall>, name: &str, of: Of, at: impl Lens<ForwardCall, RowTensor>) -> Self {
         let stride =
             |axis: usize| move |call: &ForwardCall| at(call).tensor.strides[axis] * u64::from(at(call).number.bytes());
         RowMemory {
