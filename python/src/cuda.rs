@@ -7,8 +7,8 @@ use crate::array::{Array, refuse, refuse_forward, wrong};
 use crate::description::{Description, Role};
 use crate::foreign;
 use fulgurite::gpu::{
-    self, Backward, BackwardOptions, DeviceSpan, Forward, ForwardOptions, Gpu, Options, ProfileSource, Stream,
-    TensorOperator, TensorUnit,
+    self, Backward, BackwardOptions, DeviceSpan, Forward, ForwardOptions, Gpu, Options, ProfileSource, ResultType,
+    Stream, TensorOperator, TensorUnit,
 };
 use fulgurite::{BlockLists, Choice, DType, Error, Inputs, Problem, Saved, TensorView, TensorViewMut};
 use fulgurite_core::tensor::MAX_RANK;
@@ -157,6 +157,12 @@ fn on_stream(
     }
 }
 
+/// Sets how many SMs of a GPU persistent kernels leave to communication.
+pub fn set_sm_margin(number: i32, count: u32) -> PyResult<()> {
+    session(number)?.set_sm_margin(count);
+    Ok(())
+}
+
 /// Applies an operator over whole tensors on the stream that the library of `object` works on.
 pub fn apply(
     operator: &'static TensorOperator,
@@ -183,10 +189,10 @@ fn unit(choice: Choice) -> Option<TensorUnit> {
 }
 
 /// Computes o, and the LSE if requested, on the current stream of q's library.
-pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
+pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>, results: ResultType) -> PyResult<()> {
     let &Call { description, problem, object, .. } = call;
     let all = call.given().chain([o]).chain(lse);
-    let recent = &description.recent_calls.forward;
+    let recent = description.recent_calls.forward(results);
     if let Some((session, checked)) = recent.find(all.clone()) {
         return on_stream(&session, object, call.number(), |stream| session.run_call(&checked, stream));
     }
@@ -198,6 +204,7 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
         sync_config: description.sync_tuning,
         lse: lse.is_some(),
         unit: unit(description.choice),
+        results,
     };
     let (session, prepared) = object.py().detach(|| -> PyResult<_> {
         let session = session(number)?;
@@ -239,18 +246,18 @@ pub fn backward(
     call: &Call<'_, '_>,
     [o, lse, d_o]: [&Array; 3],
     d_lse: Option<&Array>,
-    names: &[&str],
-    gradients: &[Array],
+    (names, gradients): (&[&str], &[Array]),
+    results: ResultType,
 ) -> PyResult<()> {
     let &Call { description, problem, object, .. } = call;
     let all = call.given().chain([o, lse, d_o]).chain(d_lse).chain(gradients);
-    let recent = &description.recent_calls.backward;
+    let recent = description.recent_calls.backward(results);
     if let Some((session, checked)) = recent.find(all.clone()) {
         return on_stream(&session, object, call.number(), |stream| session.run_call(&checked, stream));
     }
     let number = call.number();
     let unit = unit(description.choice);
-    let options = BackwardOptions { d_lse: d_lse.is_some(), order: description.order, config: None, unit };
+    let options = BackwardOptions { d_lse: d_lse.is_some(), order: description.order, config: None, unit, results };
     let (session, prepared) = object.py().detach(|| -> PyResult<_> {
         let session = session(number)?;
         let options = changed(&session, problem, options, description.backward.as_deref())?;
@@ -264,12 +271,12 @@ pub fn backward(
     let d_lse = d_lse.map(|d_lse| array("d_lse", d_lse)).transpose()?;
     let d_lse = d_lse.as_ref().map(DeviceArray::view).transpose()?;
     let saved = Saved { o: o.view()?, lse: lse.view()?, d_o: d_o.view()?, d_lse };
-    let results = names
+    let arrays_of_results = names
         .iter()
         .zip(gradients)
         .map(|(name, gradient)| DeviceArray::new(&session, name, gradient))
         .collect::<PyResult<Vec<_>>>()?;
-    let mut outputs = description.gradient_outputs(problem, results.iter().map(DeviceArray::view_mut))?;
+    let mut outputs = description.gradient_outputs(problem, arrays_of_results.iter().map(DeviceArray::view_mut))?;
     let checked = session.checked_backward(&prepared, &inputs, &saved, &mut outputs).map(Arc::new).map_err(refuse)?;
     on_stream(&session, object, number, |stream| session.run_call(&checked, stream))?;
     recent.insert(all, session.clone(), checked);

@@ -7,6 +7,7 @@ use crate::array::{Array, Claims, Element, Place, fresh, refuse, refuse_forward,
 use crate::blocks;
 use crate::cuda;
 use crate::description::{Description, GradientFields, Role};
+use fulgurite::gpu::ResultType;
 use fulgurite::{
     BlockMask, Choice, DType, Forward, Gradients, Inputs, Outputs, Problem, Run, Saved, Tally, Tensor, TensorViewMut,
 };
@@ -177,7 +178,13 @@ impl<'a> Call<'a> {
     }
 
     /// Fills `gradients`, in the order of [`Call::gradients`].
-    pub fn backward(&self, q: &Bound<'_, PyAny>, saved: [Option<&Array>; 4], gradients: &[Array]) -> PyResult<()> {
+    pub fn backward(
+        &self,
+        q: &Bound<'_, PyAny>,
+        saved: [Option<&Array>; 4],
+        gradients: &[Array],
+        results: ResultType,
+    ) -> PyResult<()> {
         let py = q.py();
         let want = self.gradients();
         count(&want, gradients)?;
@@ -185,7 +192,10 @@ impl<'a> Call<'a> {
         let [Some(o), Some(lse), Some(d_o), d_lse] = saved else { return Err(wrong("`o`, `lse` or `d_o` is missing")) };
         if self.q.gpu().is_some() {
             let names: Vec<&str> = names().collect();
-            return cuda::backward(&self.on_gpu(q), [o, lse, d_o], d_lse, &names, gradients);
+            return cuda::backward(&self.on_gpu(q), [o, lse, d_o], d_lse, (&names, gradients), results);
+        }
+        if results.is_f32() {
+            return Err(only_on_gpu(&self.q));
         }
         let given = [("o", o), ("lse", lse), ("d_o", d_o)].into_iter().chain(d_lse.map(|array| ("d_lse", array)));
         on_host(given.chain(names().zip(gradients)))?;
@@ -234,6 +244,12 @@ pub fn inputs_of<'b>(
     }
     inputs.block_mask = blocks;
     Ok(inputs)
+}
+
+/// The error for results in f32 of arrays in host memory, where f32 inputs have f32 results.
+fn only_on_gpu(q: &Array) -> PyErr {
+    let place = q.place();
+    wrong(format!("f32 results of `q` on {place}, allowed: a GPU; in host memory pass q, k and v in float32"))
 }
 
 /// Rejects a wrong number of gradients.
@@ -317,7 +333,7 @@ pub fn forward(
         Place::Host => call.forward(py, &o, lse.as_ref())?,
         _ => {
             one_place(("q", &call.q), [("out", &o)])?;
-            cuda::forward(&call.on_gpu(qkv[0]), &o, lse.as_ref())?;
+            cuda::forward(&call.on_gpu(qkv[0]), &o, lse.as_ref(), ResultType::Input)?;
         }
     }
     let result = match made {
@@ -325,6 +341,23 @@ pub fn forward(
         None => out.map(|out| out.clone().unbind()).expect("bug in fulgurite: one of the two is there"),
     };
     Ok((result, made_lse.map(|made| made.finish(py)).transpose()?))
+}
+
+/// Computes attention of 16-bit arrays on a GPU into a given f32 o and LSE: replaces them, or merges with them.
+pub fn forward_into(
+    description: &Description,
+    qkv: [&Bound<'_, PyAny>; 3],
+    extras: &[Bound<'_, PyAny>],
+    [o, lse]: [&Bound<'_, PyAny>; 2],
+    results: ResultType,
+) -> PyResult<()> {
+    let call = Call::new(description, qkv, extras)?;
+    let (o, lse) = (Array::read("o", o)?, Array::read("lse", lse)?);
+    if call.q.gpu().is_none() {
+        return Err(only_on_gpu(&call.q));
+    }
+    one_place(("q", &call.q), [("o", &o), ("lse", &lse)])?;
+    cuda::forward(&call.on_gpu(qkv[0]), &o, Some(&lse), results)
 }
 
 /// Computes attention of host arrays into new arrays, and counts: rescales that were possible and that were done, and
@@ -359,6 +392,7 @@ pub fn backward(
     extras: &[Bound<'_, PyAny>],
     saved: [Option<&Bound<'_, PyAny>>; 4],
     out: Option<Vec<Bound<'_, PyAny>>>,
+    results: ResultType,
 ) -> PyResult<Vec<Py<PyAny>>> {
     let py = qkv[0].py();
     let call = Call::new(description, qkv, extras)?;
@@ -371,7 +405,7 @@ pub fn backward(
     match out {
         Some(objects) => {
             let pairs = objects.iter().map(|object| Array::read("out", object));
-            call.backward(qkv[0], saved, &pairs.collect::<PyResult<Vec<_>>>()?)?;
+            call.backward(qkv[0], saved, &pairs.collect::<PyResult<Vec<_>>>()?, results)?;
             Ok(objects.into_iter().map(Bound::unbind).collect())
         }
         None => {
@@ -380,7 +414,7 @@ pub fn backward(
                 .map(|(_, shape, f32)| fresh(qkv[0], &call.q, shape, f32.then_some(Element::F32)))
                 .collect::<PyResult<Vec<_>>>()?;
             let arrays = want.iter().zip(&made).map(|((name, ..), made)| Array::of_result(name, made.object(py)));
-            call.backward(qkv[0], saved, &arrays.collect::<PyResult<Vec<_>>>()?)?;
+            call.backward(qkv[0], saved, &arrays.collect::<PyResult<Vec<_>>>()?, results)?;
             made.into_iter().map(|made| made.finish(py)).collect()
         }
     }

@@ -33,6 +33,7 @@ mod _fulgurite {
     use crate::check::SavedObjects;
     use crate::dispatch::{self, Call};
     use crate::read;
+    use fulgurite::gpu::ResultType;
     use fulgurite::{Choice, DType, Mask, Problem};
     use pyo3::prelude::*;
 
@@ -52,6 +53,11 @@ mod _fulgurite {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+
+    /// f32 results that are added to given ones, or replace them.
+    fn in_f32(add: bool) -> ResultType {
+        if add { ResultType::Added } else { ResultType::F32 }
     }
 
     #[pymethods]
@@ -95,7 +101,41 @@ mod _fulgurite {
             out: Option<Vec<Bound<'_, PyAny>>>,
         ) -> PyResult<Vec<Py<PyAny>>> {
             let (o, lse, d_o, d_lse) = &saved;
-            dispatch::backward(self, [q, k, v], &extras, [Some(o), Some(lse), Some(d_o), d_lse.as_ref()], out)
+            let saved = [Some(o), Some(lse), Some(d_o), d_lse.as_ref()];
+            dispatch::backward(self, [q, k, v], &extras, saved, out, ResultType::Input)
+        }
+
+        /// Computes attention of 16-bit arrays on a GPU into f32 `results`, o and lse: merges with what they hold if `add`,
+        /// else replaces it.
+        fn forward_into(
+            &self,
+            q: &Bound<'_, PyAny>,
+            k: &Bound<'_, PyAny>,
+            v: &Bound<'_, PyAny>,
+            extras: Vec<Bound<'_, PyAny>>,
+            results: (Bound<'_, PyAny>, Bound<'_, PyAny>),
+            add: bool,
+        ) -> PyResult<()> {
+            let (o, lse) = &results;
+            dispatch::forward_into(self, [q, k, v], &extras, [o, lse], in_f32(add))
+        }
+
+        /// Computes gradients of 16-bit arrays on a GPU into f32 arrays `results`, in the order of `backward`: adds to what
+        /// they hold if `add`, else replaces it. `saved` is as for `backward`.
+        #[allow(clippy::too_many_arguments)] // a call from Python, by name
+        fn backward_into(
+            &self,
+            q: &Bound<'_, PyAny>,
+            k: &Bound<'_, PyAny>,
+            v: &Bound<'_, PyAny>,
+            extras: Vec<Bound<'_, PyAny>>,
+            saved: SavedObjects<'_>,
+            results: Vec<Bound<'_, PyAny>>,
+            add: bool,
+        ) -> PyResult<()> {
+            let (o, lse, d_o, d_lse) = &saved;
+            let saved = [Some(o), Some(lse), Some(d_o), d_lse.as_ref()];
+            dispatch::backward(self, [q, k, v], &extras, saved, Some(results), in_f32(add)).map(|_| ())
         }
 
         /// Compares the results of a call in host memory with the f64 oracle, by the tolerance rule. `results` are o, or o
@@ -167,6 +207,12 @@ mod _fulgurite {
         tensors: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<(blocks::Lists, blocks::Lists)> {
         blocks::reached(py, mask, sizes, block, &names, &tensors)
+    }
+
+    /// Sets how many SMs of a GPU persistent kernels leave to communication.
+    #[pyfunction]
+    fn set_sm_margin(device: i32, count: u32) -> PyResult<()> {
+        crate::cuda::set_sm_margin(device, count)
     }
 
     /// The engines this machine can run, fastest first; the last is the f64 oracle.

@@ -1,7 +1,7 @@
 //! The last calls of a description on GPUs.
 
 use crate::array::{Array, Layout};
-use fulgurite::gpu::{Backward, CheckedCall, Forward, Gpu, Operator};
+use fulgurite::gpu::{Backward, CheckedCall, Forward, Gpu, Operator, ResultType};
 use fulgurite_core::lru::Lru;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,11 +9,31 @@ use std::sync::{Arc, Mutex, PoisonError};
 const MAX_CALLS: usize = 64;
 
 /// The last calls of a description on GPUs. The arrays of a call determine its problem and the outcome of all checks, so a
-/// call with the same arrays skips them.
+/// call with the same arrays and the same kind of results skips them.
 #[derive(Default)]
 pub struct RecentCalls {
-    pub forward: Calls<Forward>,
-    pub backward: Calls<Backward>,
+    forward: [Calls<Forward>; 3],
+    backward: [Calls<Backward>; 3],
+}
+
+impl RecentCalls {
+    /// Calls of forward with these results.
+    pub fn forward(&self, results: ResultType) -> &Calls<Forward> {
+        &self.forward[place(results)]
+    }
+
+    /// Calls of backward with these results.
+    pub fn backward(&self, results: ResultType) -> &Calls<Backward> {
+        &self.backward[place(results)]
+    }
+}
+
+fn place(results: ResultType) -> usize {
+    match results {
+        ResultType::Input => 0,
+        ResultType::F32 => 1,
+        ResultType::Added => 2,
+    }
 }
 
 /// Calls by their arrays.

@@ -24,7 +24,18 @@ pub(crate) fn rows_fit(
     problem: &Problem,
     place: Place,
 ) -> Result<(), InputError> {
-    check_on(arg, view, want, problem.dtype(), place)?;
+    rows_are(arg, view, want, problem.dtype(), place)
+}
+
+/// Checks device, shape, type and last stride of a tensor of rows of any type.
+pub(crate) fn rows_are(
+    arg: &'static str,
+    view: &TensorView<'_>,
+    want: &[usize],
+    dtype: DType,
+    place: Place,
+) -> Result<(), InputError> {
+    check_on(arg, view, want, dtype, place)?;
     last_stride(arg, view.shape(), view.strides())
 }
 

@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::InputError;
-use crate::fit::{check_on, device_contiguous, last_stride, rows_fit, shape_is};
+use crate::fit::{check_on, device_contiguous, last_stride, rows_are, rows_fit, shape_is};
 use crate::problem::Problem;
 use crate::tensor::{Place, Tensor, TensorError, TensorView, TensorViewMut};
 
@@ -31,6 +31,11 @@ impl Outputs<'_> {
 /// Checks that the result of a forward call is on this device and fits `problem`.
 pub fn check_o(o: &TensorViewMut<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
     rows_fit("o", &o.as_view(), &problem.row_dims()[3], problem, place)
+}
+
+/// Checks the result of a forward call in an element type of its own: f32, for parts that are merged later.
+pub fn check_o_of(o: &TensorViewMut<'_>, problem: &Problem, dtype: DType, place: Place) -> Result<(), InputError> {
+    rows_are("o", &o.as_view(), &problem.row_dims()[3], dtype, place)
 }
 
 /// Checks that the LSE, or its gradient, is on this device and fits `problem`.
@@ -163,6 +168,11 @@ impl GradientOutputs<'_> {
 
     /// Checks that these tensors are on this device and fit `problem`.
     pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
+        self.check_of(problem, problem.dtype(), place)
+    }
+
+    /// The same, where the gradients of q, k and v have an element type of their own: f32, for parts that are added.
+    pub fn check_of(&self, problem: &Problem, dtype: DType, place: Place) -> Result<(), InputError> {
         let small = |arg: &str, d: &TensorViewMut<'_>, shape: &[usize]| {
             let view = d.as_view();
             check_on(arg, &view, shape, DType::F32, place)?;
@@ -173,7 +183,7 @@ impl GradientOutputs<'_> {
             ("d_k", &self.d_k, problem.k_shape()),
             ("d_v", &self.d_v, problem.v_shape()),
         ] {
-            rows_fit(arg, &view.as_view(), &want, problem, place)?;
+            rows_are(arg, &view.as_view(), &want, dtype, place)?;
         }
         match (&self.d_sinks, problem.has_sinks()) {
             (Some(d), true) => small("d_sinks", d, &[problem.q_heads()])?,

@@ -24,6 +24,7 @@ pub use fulgurite_kernels::attention::forward::plan::{
 pub use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
 pub use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 pub use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Operator, Product, Tables};
+pub use fulgurite_kernels::parts::results::ResultType;
 pub use fulgurite_ptx::device::{DeviceError, Stream};
 // Kernels as values.
 pub use fulgurite_kernels::registry::{Entry, all as kernels, tensor_operators};

@@ -14,7 +14,7 @@
 use crate::attention::backward::plan::{BackwardPlan, Kernels as BackwardKernels, Tensors as BackwardTensors};
 use crate::attention::backward::{BackwardConfig, Order};
 use crate::attention::forward::plan::{
-    BlockKernels, ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, SyncConfig,
+    BlockKernels, ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, ResultType, SyncConfig,
     Tensors as ForwardTensors,
 };
 use crate::gemm::plan::{Gemm, GemmError, KernelError, Matrix};
@@ -154,11 +154,14 @@ pub struct ForwardOptions {
     pub lse: bool,
     /// The unit that multiplies matrices; `None` means the fastest one of the GPU for which there are kernels.
     pub unit: Option<TensorUnit>,
+    /// The element type of o, and whether o and the LSE are merged with given ones.
+    pub results: ResultType,
 }
 
 impl Default for ForwardOptions {
     fn default() -> Self {
-        ForwardOptions { sinks: None, rescale: None, config: None, sync_config: None, lse: true, unit: None }
+        let results = ResultType::Input;
+        ForwardOptions { sinks: None, rescale: None, config: None, sync_config: None, lse: true, unit: None, results }
     }
 }
 
@@ -173,12 +176,12 @@ impl Operator for Forward {
         target: Target,
         tables: &Tables,
     ) -> Result<ForwardPlan, Refusal> {
-        let ForwardOptions { sinks, rescale, config, sync_config, lse, unit } = *options;
+        let ForwardOptions { sinks, rescale, config, sync_config, lse, unit, results } = *options;
         let mut plan = match forward_unit(target, unit)? {
             TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?,
             _ => ForwardPlan::by_table(problem, rescale, &tables.forward)?,
         };
-        if !lse {
+        if !lse && results == ResultType::Input {
             plan = plan.without_lse();
         }
         if let Some(config) = config {
@@ -196,7 +199,7 @@ impl Operator for Forward {
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
         }
-        Ok(plan)
+        Ok(plan.with_results(results)?)
     }
 }
 
@@ -301,6 +304,8 @@ pub struct BackwardOptions {
     pub config: Option<BackwardConfig>,
     /// The unit that multiplies matrices; `None` means the fastest one of the GPU for which there are kernels.
     pub unit: Option<TensorUnit>,
+    /// The element type of the gradients of q, k and v, and whether they are added to given ones.
+    pub results: ResultType,
 }
 
 impl Operator for Backward {
@@ -315,10 +320,15 @@ impl Operator for Backward {
         tables: &Tables,
     ) -> Result<BackwardPlan, Refusal> {
         let pass = (options.d_lse, options.order);
-        let plan = match forward_unit(target, options.unit)? {
-            TensorUnit::Wgmma => BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?,
-            _ => BackwardPlan::mma_sync(problem, pass, target.arch)?,
-        };
+        let plan =
+            match forward_unit(target, options.unit)? {
+                TensorUnit::Wgmma => BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?
+                    .with_results(problem, &tables.backward, options.results)?,
+                _ if options.results != ResultType::Input => {
+                    return Err(NoKernel { feature: "f32 gradients by mma.sync".into() }.into());
+                }
+                _ => BackwardPlan::mma_sync(problem, pass, target.arch)?,
+            };
         let Some(config) = options.config else { return Ok(plan) };
         let plan = match plan.takes(&config) {
             Err(_) if plan.expression_blocks().is_some() => {

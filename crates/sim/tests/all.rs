@@ -9,6 +9,7 @@ mod clean;
 mod common;
 mod counters;
 mod decode;
+mod f32_results;
 mod mma_sync;
 mod odd;
 mod planted;

@@ -54,6 +54,8 @@ impl<O: Operator> CheckedCall<O> {
 /// The launches of a call, for one workspace.
 pub(super) struct PlannedLaunches {
     pub spans: Spans,
+    /// SMs that persistent kernels use.
+    pub sms: u32,
     pub launches: Vec<(Module, Launch)>,
 }
 

@@ -9,15 +9,17 @@ use super::tensors::{self, Misfit};
 use super::workspace::{WorkspaceGuard, Workspaces};
 use crate::{Error, Unsupported};
 use fulgurite_core::lru::Lru;
-use fulgurite_core::outputs::{check_o, lse_fits};
-use fulgurite_core::{DeviceId, GradientOutputs, Inputs, Place, Saved, TensorViewMut};
+use fulgurite_core::outputs::{check_o_of, lse_fits};
+use fulgurite_core::{DType, DeviceId, GradientOutputs, Inputs, Place, Problem, Saved, TensorViewMut};
 use fulgurite_kernels::gemm::plan::{Gemm, Matrix};
 use fulgurite_kernels::operator::{
     Backward, Executable, Forward, Memory, Needs, Operator, Plan, Product, Refusal, Tables,
 };
+use fulgurite_kernels::parts::results::ResultType;
 use fulgurite_ptx::BuildError;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream, Value, check_launch};
 use std::any::Any;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Number of prepared calls that are kept.
@@ -53,15 +55,17 @@ pub struct Session<D: Device + ?Sized> {
     /// Memory for LSEs that the caller does not read. Old buffers are never freed, because captured launches write to
     /// them.
     unread: Mutex<Vec<Buffer>>,
+    /// SMs that persistent kernels leave to others, such as to communication.
+    sm_margin: AtomicU32,
     device: Arc<D>,
 }
 
 impl<D: Device + ?Sized> Session<D> {
     /// A session on a device, with these tile configurations.
     pub fn new(device: Arc<D>, tables: Tables) -> Session<D> {
-        let (modules, workspaces, unread) = Default::default();
+        let (modules, workspaces, unread, sm_margin) = Default::default();
         let prepared = Mutex::new(Lru::new(MAX_PREPARED));
-        Session { tables, modules, workspaces, prepared, unread, device }
+        Session { tables, modules, workspaces, prepared, unread, sm_margin, device }
     }
 
     /// The device of the session.
@@ -78,6 +82,17 @@ impl<D: Device + ?Sized> Session<D> {
     pub fn id(&self) -> DeviceId {
         let (kind, number) = self.device.place();
         DeviceId { kind, number }
+    }
+
+    /// Sets how many SMs persistent kernels leave free from now on, so that kernels of communication run beside them. At
+    /// least one SM computes. Results do not change.
+    pub fn set_sm_margin(&self, count: u32) {
+        self.sm_margin.store(count, Ordering::Relaxed);
+    }
+
+    /// SMs on which persistent kernels run.
+    fn sms(&self) -> u32 {
+        self.device.multiprocessors().saturating_sub(self.sm_margin.load(Ordering::Relaxed)).max(1)
     }
 
     /// Plans a problem without compiling anything.
@@ -117,8 +132,9 @@ impl<D: Device + ?Sized> Session<D> {
         // If another thread runs the same call, this one plans its launches separately.
         let (mut kept, mut own) = (call.planned.try_lock().ok(), None);
         let planned = kept.as_deref_mut().unwrap_or(&mut own);
-        if planned.as_ref().is_none_or(|planned| planned.spans != spans) {
-            *planned = Some(PlannedLaunches { spans, launches: self.launches(call, &spans)? });
+        let sms = self.sms();
+        if planned.as_ref().is_none_or(|planned| planned.spans != spans || planned.sms != sms) {
+            *planned = Some(PlannedLaunches { spans, sms, launches: self.launches(call, &spans, sms)? });
         }
         let launches = || planned.iter().flat_map(|planned| &planned.launches);
         guard.hold(launches().map(|(module, _)| module));
@@ -140,7 +156,12 @@ impl<D: Device + ?Sized> Session<D> {
     }
 
     /// The launches of a call, each checked and paired with its module.
-    fn launches<O: Operator>(&self, call: &CheckedCall<O>, spans: &Spans) -> Result<Vec<(Module, Launch)>, Error> {
+    fn launches<O: Operator>(
+        &self,
+        call: &CheckedCall<O>,
+        spans: &Spans,
+        sms: u32,
+    ) -> Result<Vec<(Module, Launch)>, Error> {
         let prepared = &call.prepared;
         let copying = match spans.copies {
             Some(_) => Some(self.modules.copying(&*self.device, |e| self.unbuilt(e))?),
@@ -151,7 +172,7 @@ impl<D: Device + ?Sized> Session<D> {
             scratch: spans.scratch,
             copies: copying.as_ref().map(|(kernels, _)| kernels.clone()).zip(spans.copies),
         };
-        let launches = prepared.executable.launches(&call.tensors, &memory, self.device.multiprocessors());
+        let launches = prepared.executable.launches(&call.tensors, &memory, sms);
         let launches = launches.map_err(|e| self.refuse(e))?;
         let loaded = || prepared.modules.iter().chain(copying.iter().flat_map(|(_, modules)| modules));
         let with_module = |launch: Launch| {
@@ -189,7 +210,7 @@ impl<D: Device + ?Sized> Session<D> {
     ) -> Result<CheckedCall<Forward>, Error> {
         let (problem, id) = (prepared.problem(), self.id());
         let bound = inputs.bind_on(problem, id)?;
-        check_o(o, problem, Place::Device(id))?;
+        check_o_of(o, problem, result_dtype(problem, prepared.options().results), Place::Device(id))?;
         let lse = match lse {
             Some(view) => {
                 let view = view.as_view();
@@ -225,7 +246,7 @@ impl<D: Device + ?Sized> Session<D> {
         let (problem, id) = (prepared.problem(), self.id());
         let bound = inputs.bind_on(problem, id)?;
         saved.check_on(problem, Place::Device(id))?;
-        gradients.check_on(problem, Place::Device(id))?;
+        gradients.check_of(problem, result_dtype(problem, prepared.options().results), Place::Device(id))?;
         let tensors = tensors::backward(&bound, saved, gradients).map_err(|e| self.misfit(e))?;
         Ok(CheckedCall::new(prepared.clone(), tensors))
     }
@@ -288,6 +309,11 @@ impl<D: Device + ?Sized> Session<D> {
         };
         self.unsupported(format!("a kernel with {whose}: {e}"))
     }
+}
+
+/// The element type of results.
+fn result_dtype(problem: &Problem, results: ResultType) -> DType {
+    if results.is_f32() { DType::F32 } else { problem.dtype() }
 }
 
 /// The memory to which a launch argument points.

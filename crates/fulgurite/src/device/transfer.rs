@@ -340,8 +340,8 @@ impl<D: Device + ?Sized> Engine for OnDevice<D> {
         run: &Run<'_>,
     ) -> Result<(), Error> {
         let session = &self.session;
-        let options =
-            BackwardOptions { d_lse: saved.d_lse.is_some(), order: self.order, config: self.forced, unit: self.unit };
+        let (d_lse, order, config, unit) = (saved.d_lse.is_some(), self.order, self.forced, self.unit);
+        let options = BackwardOptions { d_lse, order, config, unit, ..BackwardOptions::default() };
         if inputs.q.place() != Place::Host {
             let prepared = session.prepare::<Backward>(problem, &options)?;
             return session.backward(&prepared, inputs, saved, gradients, run.stream);

@@ -1,6 +1,7 @@
 //! The epilogue of a tile: writes o / l to O, and the LSE.
 
 use crate::parts::modifier::Sinks;
+use crate::parts::results::{F32Rows, Shares};
 use crate::parts::schedule::{Of, Unequal, Work};
 use crate::parts::softmax::Totals;
 use fulgurite_ptx::{Group, GroupBarrier, Half, Pair, Pointer, RowView, Scope, Tensor, Tile, Val, Word};
@@ -57,6 +58,9 @@ impl<'k> Epilogue<'_, 'k> {
         // Rows past those in use get zeros and -inf, whatever was computed for them.
         let unused = work.sequence.map(|s| (0..A::ROWS).map(|i| row(i).ge(s.q_len)).collect::<Vec<_>>());
 
+        let in_f32 = self.output.f32_rows(work, first);
+        let merges = in_f32.as_ref().is_some_and(|rows| rows.merges);
+        let mut shares = Vec::new();
         let mut factors = Vec::new();
         for (i, (max, sum)) in totals.max.into_iter().zip(totals.sum).enumerate() {
             let largest = max * self.scale;
@@ -79,16 +83,32 @@ impl<'k> Epilogue<'_, 'k> {
             if let Some(unused) = &unused {
                 some = some & !unused[i];
             }
-            let lse = some.select::<f32>(lse, f32::NEG_INFINITY);
+            let mut lse = some.select::<f32>(lse, f32::NEG_INFINITY);
             let place = self.lse.at_wide(start);
             let mut once = A::is_first_of_row(w);
             if let Some(first) = self.first_column {
                 once = once & first.eq(0);
             }
+            if merges {
+                // The lane that writes the LSE reads it, so that no other lane reads the merged one.
+                let given = w.var(0.0f32);
+                w.when(row(i).lt(room) & once, |w| given.set(place.load(w, before + row(i))));
+                // All other lanes have zeros.
+                let merged = Shares::of(A::reduce_row(w, given.get(), |a, b| a + b), lse);
+                lse = merged.lse;
+                shares.push(merged);
+            }
             w.when(row(i).lt(room) & once, |w| place.store(w, before + row(i), lse));
             let inverse = sum.recip();
             let inverse = factor.map_or(inverse, |factor| inverse * factor);
             factors.push(any.select::<f32>(inverse, 0.0));
+        }
+        if let Some(rows) = in_f32 {
+            rows.store(w, o, &shares, |row, x| {
+                let x = x * factors[row];
+                unused.as_ref().map_or(x, |unused| unused[row].select::<f32>(0.0, x))
+            });
+            return;
         }
         for i in 0..o.cols() / self.part {
             let staging = self.staging[i as usize % self.staging.len()];
@@ -121,6 +141,11 @@ pub trait Output<'k> {
 
     /// Stores a buffer that the warpgroup has written. The buffer must not change before it is reserved again.
     fn store(&self, w: &Scope<'k, Group>, work: &Work<'k>, staging: Tile<'k>, corner: Corner<'k>);
+
+    /// The rows of O from row `first` of the tile's sequence on, if O is f32. Threads then store it without staging.
+    fn f32_rows(&self, _work: &Work<'k>, _first: Val<'k, u32>) -> Option<F32Rows<'k>> {
+        None
+    }
 }
 
 /// O is stored by the copy engine.

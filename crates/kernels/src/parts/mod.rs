@@ -13,6 +13,7 @@ pub(crate) mod merge;
 pub(crate) mod modifier;
 pub(crate) mod nonfinite;
 pub mod repack;
+pub mod results;
 pub(crate) mod row_memory;
 pub mod row_sums;
 pub(crate) mod schedule;

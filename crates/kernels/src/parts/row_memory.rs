@@ -4,12 +4,10 @@ use crate::params::{Lens, Params};
 use crate::parts::arguments::DeviceTensor;
 use fulgurite_ptx::{GlobalRows, Group, Pointer, Scope, Tile, Val};
 
-/// Bytes of an element.
-const BYTES: u64 = 2;
 /// Bytes that a thread stores at a time.
 const UNIT: u32 = 16;
 
-/// A tensor of 16-bit rows that threads address themselves. Strides are in bytes.
+/// A tensor of rows that threads address themselves. Strides are in bytes.
 pub(crate) struct RowMemory<'k> {
     memory: Pointer<'k, u32>,
     batch: Val<'k, u64>,
@@ -29,15 +27,20 @@ pub(crate) enum RowsOf<'k> {
 }
 
 impl<'k> RowMemory<'k> {
-    /// Declares the parameters; `at` finds the tensor in a call.
-    pub fn declare<C: 'static>(p: &Params<'k, C>, name: &str, at: impl Lens<C, DeviceTensor>) -> Self {
-        let stride = |axis: usize| move |call: &C| at(call).strides[axis] * BYTES;
+    /// Declares the parameters; `at` finds the tensor in a call, and `bytes` the size of its elements.
+    pub fn declare<C: 'static>(
+        p: &Params<'k, C>,
+        name: &str,
+        at: impl Lens<C, DeviceTensor>,
+        bytes: impl Fn(&C) -> u32 + Copy + Send + Sync + 'static,
+    ) -> Self {
+        let stride = |axis: usize| move |call: &C| at(call).strides[axis] * u64::from(bytes(call));
         RowMemory {
             memory: p.pointer(name, move |call| at(call).span),
             batch: p.u64(&format!("{name}_batch"), stride(0)),
             row: p.u64(&format!("{name}_row"), stride(1)),
             head: p.u64(&format!("{name}_head"), stride(2)),
-            bytes: p.u32(&format!("{name}_bytes"), move |call| at(call).shape[3] as u32 * BYTES as u32),
+            bytes: p.u32(&format!("{name}_bytes"), move |call| at(call).shape[3] as u32 * bytes(call)),
         }
     }
 

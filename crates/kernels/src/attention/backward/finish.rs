@@ -9,6 +9,7 @@ use crate::attention::backward::tensors::RowArgs;
 use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape};
 use crate::params::{Lens, Params, Program};
 use crate::parts::arguments::DeviceTensor;
+use crate::parts::results::ResultType;
 use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Pointer, Scope, Target, Val, Who, Word};
@@ -51,7 +52,10 @@ where
 {
     Program::build("attention_backward_finish", target, |p| {
         let (d, rows) = (shape.dims[0], shape.config.rows);
-        let results = Results::declare::<T, FinishCall>(p, "d_q", SumLayout::of_queries(shape), |call| &call.d_q);
+        let results =
+            Results::declare::<T, FinishCall>(p, "d_q", (SumLayout::of_queries(shape), shape.results), |call| {
+                &call.d_q
+            });
         // For sequences of different lengths, a CTA with a thread for each item would spill.
         let threads = match results.transposed() {
             true if features.ragged.any() => results.items() / 2,
@@ -110,8 +114,13 @@ pub(crate) struct ResultArgs {
 }
 
 impl ResultArgs {
-    pub fn new(to: &DeviceTensor, rows: u64, dim: u32) -> ResultArgs {
-        ResultArgs { to: RowArgs::new(to), rows: rows as u32, dim }
+    /// `dim`: elements of a row of a 16-bit result, padded to whole eights.
+    pub fn new(to: &DeviceTensor, rows: u64, dim: u32, results: ResultType) -> ResultArgs {
+        let rows = rows as u32;
+        match results.is_f32() {
+            true => ResultArgs { to: RowArgs::of_words(to), rows, dim: to.shape[3] as u32 },
+            false => ResultArgs { to: RowArgs::new(to), rows, dim },
+        }
     }
 }
 
@@ -153,7 +162,8 @@ pub(crate) struct Results<'k> {
     pub rows: Val<'k, u32>,
     /// Elements of a row.
     head_dim: Val<'k, u32>,
-    /// Strides in pairs of elements.
+    results: ResultType,
+    /// Strides in words of 32 bits: pairs of 16-bit elements, or f32 elements.
     pub batch_stride: Val<'k, u32>,
     pub row_stride: Val<'k, u32>,
     head_stride: Val<'k, u32>,
@@ -174,7 +184,7 @@ impl<'k> Results<'k> {
     pub fn declare<T: Half, C: 'static>(
         p: &Params<'k, C>,
         name: &str,
-        layout: SumLayout,
+        (layout, results): (SumLayout, ResultType),
         args: impl Lens<C, ResultArgs>,
     ) -> Self
     where
@@ -184,7 +194,7 @@ impl<'k> Results<'k> {
         let rows = p.u32(&format!("{name}_rows"), move |call| args(call).rows);
         let head_dim = p.u32(&format!("{name}_dim"), move |call| args(call).dim);
         let [batch_stride, row_stride, head_stride] = RowArgs::declare_strides(p, name, move |call| &args(call).to);
-        Results { layout, to, rows, head_dim, batch_stride, row_stride, head_stride }
+        Results { layout, to, rows, head_dim, results, batch_stride, row_stride, head_stride }
     }
 
     /// Whether rows of the sums are elements of the result, and columns its rows.
@@ -278,6 +288,21 @@ impl<'k> Results<'k> {
         (0..count).map(|i| from.load_some(w, apart * i)).collect()
     }
 
+    /// Stores eight elements of an f32 row from a column on, or adds them to those that are there. Rows are whole fours.
+    fn store_f32<W: Who>(&self, w: &Scope<'k, W>, to: Pointer<'k, f32>, column: Val<'k, u32>, sums: [Val<'k, f32>; 8]) {
+        for (half, sums) in (0..).step_by(4).zip(sums.chunks_exact(4)) {
+            let column = column + half;
+            w.when(column.lt(self.head_dim), |w| {
+                let given = match self.results {
+                    ResultType::Added => Some(to.load_some::<_, 4>(w, column)),
+                    _ => None,
+                };
+                let four = std::array::from_fn::<_, 4, _>(|i| given.map_or(sums[i], |given| given[i] + sums[i]));
+                to.store_some(w, column, four);
+            });
+        }
+    }
+
     /// Scales the sums of an item, converts them and stores them.
     pub fn store<T: Half, W: Who>(
         &self,
@@ -290,6 +315,11 @@ impl<'k> Results<'k> {
     {
         for Eight { row, eight, sums } in self.eights(item, fours) {
             let (row, eight) = (step * self.layout.rows + row.0 + row.1, eight.0 + eight.1);
+            if self.results.is_f32() {
+                let to = Pointer::<f32>::at_address(to.at_wide(row.mul_wide(self.row_stride)).address());
+                w.when(row.lt(q_len), |w| self.store_f32(w, to, eight * 8, sums.map(|sum| sum * scale)));
+                continue;
+            }
             let pairs: [_; 4] = std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
             w.when(row.lt(q_len) & (eight * 8).lt(self.head_dim), |w| {
                 to.at_wide(row.mul_wide(self.row_stride)).store_some(w, eight * 4, pairs);

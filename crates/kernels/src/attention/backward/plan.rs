@@ -28,6 +28,7 @@ pub use crate::parts::expression_blocks::BlockKernels;
 use crate::parts::expression_blocks::{ExpressionBlocks, Form};
 use crate::parts::mask::Spans;
 use crate::parts::repack::{Copies, Copying};
+use crate::parts::results::{ResultType, check_f32};
 use crate::parts::schedule::Ragged;
 pub(crate) use deal::Deal;
 use facts::Facts;
@@ -35,6 +36,7 @@ use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Precision, Problem};
 use fulgurite_ptx::device::{Plan, Span};
 use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
+use heads::can_spread;
 use schedule::Schedule;
 use std::ops::Range;
 use std::sync::Arc;
@@ -211,6 +213,39 @@ impl BackwardPlan {
         BackwardPlan { schedule: Schedule::new(&self.facts, config), ..self }
     }
 
+    /// This plan with gradients of q, k and v of another element type. f32 ones come from the kernels that convert d_q and
+    /// that add parts of d_k and d_v, so the main kernel is one that leaves parts.
+    pub fn with_results(
+        self,
+        problem: &Problem,
+        table: &ConfigTable<BackwardConfig>,
+        results: ResultType,
+    ) -> Result<BackwardPlan, NoKernel> {
+        if !results.is_f32() {
+            return Ok(self);
+        }
+        let facts = Facts { results, ..self.facts };
+        let config = match config_of(problem, &facts.features, table)? {
+            config if can_spread(&config) => config,
+            _ => BackwardConfig::columns(),
+        };
+        Ok(BackwardPlan { schedule: Schedule::new(&facts, config), facts })
+    }
+
+    /// Refuses gradients that the kernels cannot address, and a configuration that has no kernel for f32 ones.
+    fn check_results(&self, tensors: &Tensors) -> Result<(), NoKernel> {
+        if !self.facts.results.is_f32() {
+            return Ok(());
+        }
+        if !can_spread(&self.config()) {
+            return Err(NoKernel { feature: format!("f32 gradients with tile configuration `{}`", self.config()) });
+        }
+        for (name, tensor) in [("d_q", &tensors.d_q), ("d_k", &tensors.d_k), ("d_v", &tensors.d_v)] {
+            check_f32(name, tensor, 4)?;
+        }
+        Ok(())
+    }
+
     /// The configuration of the main kernel.
     pub fn config(&self) -> BackwardConfig {
         self.schedule.shape.config
@@ -335,7 +370,12 @@ impl BackwardPlan {
 
     /// The copies of tensors that a call needs before and after its kernels, if any.
     pub fn copies(&self, tensors: &Tensors) -> Option<Copies> {
-        Copies::of(&named(tensors), self.facts.features.ragged.any())
+        Copies::of(&named(tensors)[..self.copied_rows()], self.facts.features.ragged.any())
+    }
+
+    /// How many of the tensors of rows may be copied: f32 gradients, the last three, are stored by their strides.
+    fn copied_rows(&self) -> usize {
+        if self.facts.results.is_f32() { 5 } else { 8 }
     }
 
     /// The launches of a call whose tensors must be copied, in order; `room` is memory for the copies.
@@ -442,6 +482,7 @@ fn facts_of(
         scale: problem.scale(),
         arch,
         has_sinks: problem.has_sinks(),
+        results: ResultType::Input,
         blocks,
         expression,
         aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),

@@ -1,6 +1,7 @@
 //! The part of a schedule on which the kernels' texts depend.
 
 use crate::attention::backward::{Adds, BackwardConfig, Features};
+use crate::parts::results::ResultType;
 
 /// Whether the query heads of a key/value head are spread over several CTAs. The main kernel then leaves f32 parts of d_k and
 /// d_v, and another kernel adds them.
@@ -40,6 +41,9 @@ pub struct KernelShape {
     /// The main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and sequences of equal
     /// length.
     pub zero_fills: bool,
+    /// The element type of d_q, d_k and d_v, and whether they are added to given ones. f32 needs a finish kernel and
+    /// parts of d_k and d_v in scratch memory.
+    pub results: ResultType,
 }
 
 impl KernelShape {
@@ -57,6 +61,7 @@ impl KernelShape {
             spread: Spread::No,
             step_ranges: false,
             zero_fills,
+            results: ResultType::Input,
         }
     }
 }

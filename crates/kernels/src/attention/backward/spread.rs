@@ -9,12 +9,14 @@ pub(crate) struct HeadSpread {
     pub group: u64,
     /// Parts of them.
     pub parts: u64,
+    /// Whether a single part goes through scratch memory, too: the kernel that adds parts then writes f32 results.
+    pub keeps_sums: bool,
 }
 
 impl HeadSpread {
     /// Divides `group` heads into `parts` parts, clamped to 1..=`group`.
     pub fn new(group: u64, parts: u64) -> HeadSpread {
-        HeadSpread { group, parts: parts.clamp(1, group.max(1)) }
+        HeadSpread { group, parts: parts.clamp(1, group.max(1)), keeps_sums: false }
     }
 
     /// The first query head of a part; parts of all key/value heads are numbered one after the other. Kernels compute the same.
@@ -36,8 +38,8 @@ impl HeadSpread {
         }
     }
 
-    /// Whether there are several parts.
+    /// Whether parts go through scratch memory.
     pub fn is_spread(&self) -> bool {
-        self.parts > 1
+        self.parts > 1 || self.keeps_sums
     }
 }

@@ -90,13 +90,18 @@ pub(crate) struct ThreadRows {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowArgs {
     pub span: Span,
-    /// Strides of batch, row and head, in pairs of elements.
+    /// Strides of batch, row and head, in words of 32 bits: pairs of 16-bit elements.
     strides: [u32; 3],
 }
 
 impl RowArgs {
     pub fn new(tensor: &DeviceTensor) -> RowArgs {
         RowArgs { span: tensor.span, strides: tensor.strides.map(|stride| (stride / 2) as u32) }
+    }
+
+    /// Of an f32 tensor: a word of 32 bits is one element.
+    pub fn of_words(tensor: &DeviceTensor) -> RowArgs {
+        RowArgs { span: tensor.span, strides: tensor.strides.map(|stride| stride as u32) }
     }
 
     /// Declares the strides of a tensor.

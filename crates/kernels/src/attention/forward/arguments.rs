@@ -8,9 +8,11 @@ use crate::parts::block_lists::ListArgs;
 use crate::parts::merge::ResultArgs;
 use crate::parts::modifier::AuxArgs;
 use crate::parts::nonfinite::PlainArgs;
+use crate::parts::results::check_f32;
 use crate::parts::schedule::{BandArgs, Ragged, SequenceArgs};
 use crate::parts::sequences::{DenseArgs, Visible};
 use fulgurite_core::Layout;
+use fulgurite_ptx::Number;
 use std::f32::consts::LOG2_E;
 
 /// Bytes of k and v that fit in L2 for the (head, sequence) pairs whose tiles run at the same time: a fraction of L2.
@@ -115,13 +117,14 @@ impl Facts {
     pub(crate) fn row_tensors(&self, rows: &[DeviceTensor; 4]) -> Result<RowTensors, NoKernel> {
         let [q, k, v, o] = rows;
         let number = self.number;
+        let o_number = if self.features.results.is_f32() { Number::F32 } else { number };
         if let Some(DenseArgs { visible, .. }) = self.dense() {
             let [q, k, v, o] = [*q, visible.part(k, q), visible.part(v, q), *o].map(|tensor| RowTensor {
                 tensor,
                 number,
                 ragged: false,
             });
-            return Ok(RowTensors { q, k, v, o });
+            return Ok(RowTensors { q, k, v, o: RowTensor { number: o_number, ..o } });
         }
         let tensor = |name: &str, tensor: &DeviceTensor| {
             let tensor = tensor.or(q);
@@ -132,7 +135,12 @@ impl Facts {
                 }),
             }
         };
-        Ok(RowTensors { q: tensor("q", q)?, k: tensor("k", k)?, v: tensor("v", v)?, o: tensor("o", o)? })
+        Ok(RowTensors {
+            q: tensor("q", q)?,
+            k: tensor("k", k)?,
+            v: tensor("v", v)?,
+            o: RowTensor { number: o_number, ..tensor("o", o)? },
+        })
     }
 
     /// Grid and arguments of the forward kernel.
@@ -142,6 +150,9 @@ impl Facts {
         tile_rows: u32,
         multiprocessors: u32,
     ) -> Result<ForwardLaunch, NoKernel> {
+        if self.features.results.is_f32() {
+            check_f32("o", &tensors.rows[3], 2)?;
+        }
         let RowTensors { q, k, v, o } = self.row_tensors(&tensors.rows)?;
         let call = ForwardCall {
             q,

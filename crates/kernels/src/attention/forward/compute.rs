@@ -5,8 +5,10 @@
 
 use crate::attention::compute::{Compute, Cursor, Held, InTurn, Setup};
 use crate::attention::forward::construction::ForwardKernel;
+use crate::attention::forward::f32_output::F32Output;
+use crate::attention::forward::params::OutputMemory;
 use crate::attention::source::KeySource;
-use crate::parts::epilogue::{CopyEngineOutput, Epilogue};
+use crate::parts::epilogue::{CopyEngineOutput, Epilogue, Output};
 use crate::parts::modifier::TilePosition;
 use crate::parts::nonfinite::{Redo, ThreadRows};
 use crate::parts::schedule::{Work, WorkVars};
@@ -74,7 +76,17 @@ where
         let now = WorkVars::new(w, kernel.work_shape);
         let cursor = Cursor { n: w.var(0u32), key_offset, all_keys };
         let staging: Vec<Tile<'k>> = kernel.staging.iter().map(|tile| tile.rows(group, 64)).collect();
-        let output = CopyEngineOutput { o: &params.o, unequal: params.sequences.ragged(), barrier: &barrier };
+        let (copied, in_f32);
+        let output: &dyn Output<'k> = match &params.o {
+            OutputMemory::Copied(o) => {
+                copied = CopyEngineOutput { o, unequal: params.sequences.ragged(), barrier: &barrier };
+                &copied
+            }
+            OutputMemory::F32(o) => {
+                in_f32 = F32Output { o, sequences: &params.sequences, results: kernel.features.results };
+                &in_f32
+            }
+        };
         let epilogue = Epilogue {
             staging: &staging,
             part: config.parts(tiling.columns)[0],
@@ -87,7 +99,7 @@ where
             own,
             first_column,
             scale: core.scoring.scale,
-            output: &output,
+            output,
         };
         ComputeRole { kernel, core, now, cursor, epilogue, own, first_column }.all_tiles(w);
     }

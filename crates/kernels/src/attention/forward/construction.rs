@@ -61,6 +61,7 @@ where
         };
         let values = k.pipe("v", config.depth, &vec![shape(config.cols, dv); tiling.v_tiles as usize]);
         let [part, buffers] = config.parts(dv);
+        let buffers = if features.results.is_f32() { 0 } else { buffers };
         let staging = (0..buffers).map(|_| k.tile("o", shape(config.rows(), part))).collect();
         let first = spans.bounded_left() && params.lists.is_none();
         let work_shape = Shape { first, ragged: features.ragged.any() };

@@ -10,6 +10,7 @@ use crate::parts::block_table::covered;
 use crate::parts::expression_blocks::ExpressionBlocks;
 use crate::parts::mask::Spans;
 use crate::parts::modifier::Modifiers;
+use crate::parts::results::ResultType;
 use crate::parts::schedule::Ragged;
 use fulgurite_core::expr::AuxSpec;
 use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Precision, Problem, Rescale};
@@ -82,6 +83,7 @@ impl Facts {
             },
             blocks: lists.map(|spec| Blocks { rows: spec.rows as u32, cols: spec.cols as u32 }),
             exp: problem.exp(),
+            results: ResultType::Input,
         };
         let config = base.config(&features, lists);
         let config = config.with_rescale(policy(number, rescale.unwrap_or(config.rescale())));

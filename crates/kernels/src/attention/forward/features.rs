@@ -2,6 +2,7 @@
 
 use crate::parts::block_lists::Blocks;
 use crate::parts::modifier::Modifiers;
+use crate::parts::results::ResultType;
 use crate::parts::schedule::Ragged;
 use fulgurite_core::{DType, Exp, Mask};
 
@@ -23,6 +24,8 @@ pub struct Features {
     pub blocks: Option<Blocks>,
     /// The exponential that computes p.
     pub exp: Exp,
+    /// The element type of o, and whether it is merged with a given one.
+    pub results: ResultType,
 }
 
 /// Columns of o that the registers of a warpgroup can hold.
@@ -49,6 +52,7 @@ impl Features {
             ragged: Ragged::default(),
             blocks: None,
             exp: Exp::Auto,
+            results: ResultType::Input,
         }
     }
 }

@@ -11,6 +11,7 @@ pub(crate) mod call;
 mod compute;
 pub mod config;
 mod construction;
+mod f32_output;
 pub(crate) mod facts;
 pub mod features;
 mod load;

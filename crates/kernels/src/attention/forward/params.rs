@@ -3,21 +3,30 @@
 use crate::attention::forward::call::ForwardCall;
 use crate::attention::forward::config::ForwardConfig;
 use crate::attention::forward::features::Features;
+use crate::attention::forward::mma_sync::params::Rows;
 use crate::attention::forward::tiling::Tiling;
 use crate::params::Params;
 use crate::parts::block_lists::Lists;
 use crate::parts::modifier::{Parameters, Sinks};
 use crate::parts::nonfinite::NonfinitePath;
-use crate::parts::schedule::Equal;
+use crate::parts::schedule::{Equal, Of};
 use crate::parts::sequences::Sequences;
 use fulgurite_ptx::{Divisor, Half, Pair, Pointer, Tensor, TileShape, Val, Word};
+
+/// O in global memory.
+pub(super) enum OutputMemory<'k> {
+    /// 16-bit elements, which the copy engine stores.
+    Copied(Tensor<'k>),
+    /// f32 elements, which threads store.
+    F32(Rows<'k>),
+}
 
 /// The kernel's parameters.
 pub(super) struct ForwardParams<'k, T> {
     pub q: Tensor<'k>,
     pub keys: Tensor<'k>,
     pub values: Tensor<'k>,
-    pub o: Tensor<'k>,
+    pub o: OutputMemory<'k>,
     pub lse: Pointer<'k, f32>,
     /// Two words: tickets drawn, and key blocks computed twice.
     pub counters: Pointer<'k, u32>,
@@ -47,7 +56,10 @@ where
         let q = p.tensor("q", part(64, d), rank, |call| call.q.span());
         let keys = p.tensor("k", part(config.cols, d), rank, |call| call.k.span());
         let values = p.tensor("v", part(config.cols, dv), rank, |call| call.v.span());
-        let o = p.tensor("o", part(64, config.parts(dv)[0]), rank, |call| call.o.span());
+        let o = match features.results.is_f32() {
+            true => OutputMemory::F32(Rows::declare(p, "o", Of::O, |call| &call.o)),
+            false => OutputMemory::Copied(p.tensor("o", part(64, config.parts(dv)[0]), rank, |call| call.o.span())),
+        };
         let lse = p.pointer("lse", |call| call.results.lse);
         let counters = p.pointer("counters", |call| call.common.counters);
         let lse_rows = p.u32("lse_rows", |call| call.results.lse_rows as u32);

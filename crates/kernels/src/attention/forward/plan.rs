@@ -21,6 +21,7 @@ pub use crate::parts::expression_blocks::BlockKernels;
 use crate::parts::expression_blocks::{Form, Results};
 pub use crate::parts::repack::{Copies, Copying};
 use crate::parts::repack::{Direction, Named};
+pub use crate::parts::results::ResultType;
 use fulgurite_core::{DType, Exp, Layout, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Plan, Span};
 use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
@@ -101,6 +102,24 @@ impl ForwardPlan {
             decode.features.sinks = Some(dtype);
         }
         self
+    }
+
+    /// This plan with results of another element type, which one kernel of `wgmma` or `mma.sync` writes; decode has none.
+    /// [`ResultType::Added`] merges o and the LSE with those that are given.
+    pub fn with_results(mut self, results: ResultType) -> Result<ForwardPlan, NoKernel> {
+        let missing = |what: &str| Err(NoKernel { feature: format!("f32 results of forward attention {what}") });
+        if results.is_f32() && self.facts.features.wide() {
+            return missing("with head dims above 256");
+        }
+        if results == ResultType::Added && self.facts.features.sinks.is_some() {
+            return missing("with sinks that are merged with others");
+        }
+        match &mut self.family {
+            Family::Wgmma { decode, .. } if results.is_f32() => *decode = None,
+            Family::Wgmma { .. } | Family::MmaSync(_) => {}
+        }
+        self.facts.features.results = results;
+        Ok(self)
     }
 
     /// This plan for a caller that does not read the LSE. The tensor cores may then sum the rounded p as one more
@@ -255,8 +274,13 @@ impl ForwardPlan {
     pub fn copies(&self, rows: &[DeviceTensor; 4]) -> Option<Copies> {
         match rows[3].shape.contains(&0) {
             true => None,
-            false => Copies::of(&named(rows), self.facts.features.ragged.any()),
+            false => Copies::of(&named(rows)[..self.copied_rows()], self.facts.features.ragged.any()),
         }
+    }
+
+    /// How many of q, k, v and o may be copied. Threads store an f32 o by its strides.
+    fn copied_rows(&self) -> usize {
+        if self.facts.features.results.is_f32() { 3 } else { 4 }
     }
 
     /// The copies that a call needs even if its tensors are contiguous: those for head dimensions that are not

@@ -112,8 +112,9 @@ impl<'k> Round<'k> {
     where
         Pair<T>: Word,
     {
-        let results =
-            Results::declare::<T, C>(p, "d_q", SumLayout::of_queries(shape), move |call| &given(args(call)).d_q);
+        let results = Results::declare::<T, C>(p, "d_q", (SumLayout::of_queries(shape), shape.results), move |call| {
+            &given(args(call)).d_q
+        });
         let messages = Ring::new(p.builder().token_ring("rounding", DEPTH, &[1, 1, 4 * GROUPS, 1]), NAME, EVENTS, log);
         let added = p.array("added", move |call| given(args(call)).added);
         let rounded = p.array("rounded", move |call| given(args(call)).rounded);

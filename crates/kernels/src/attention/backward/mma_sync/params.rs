@@ -39,7 +39,7 @@ impl<'k> SyncParams<'k> {
         let ragged = features.ragged;
         let rows = [("q", 0usize), ("k", 1), ("v", 2), ("d_o", 3), ("d_k", 4), ("d_v", 5)];
         let rows = rows
-            .map(|(name, i)| RowMemory::declare(p, name, move |call: &Call| &given(&call.threads).tensors[i]))
+            .map(|(name, i)| RowMemory::declare(p, name, move |call: &Call| &given(&call.threads).tensors[i], |_| 2))
             .into_iter()
             .collect();
         let equal = (!ragged.any()).then(|| {

@@ -43,6 +43,7 @@ impl BackwardPlan {
         scratch: Span,
         multiprocessors: u32,
     ) -> Result<Plan, NoKernel> {
+        self.check_results(tensors)?;
         let scratch = self.schedule.scratch(&self.facts).place(scratch);
         // Without sequences, gradients of sinks and auxiliary tensors, which sequences share, are still written: zeros.
         let nothing = self.facts.batch() == 0;
@@ -182,8 +183,8 @@ impl BackwardPlan {
         let blocks = self.schedule.tiles_of_part(&self.facts) * u64::from(self.config().keys() / heads::KEYS);
         let sequences = if self.facts.features.ragged.any() { 1 } else { self.facts.batch() };
         let call = heads::HeadsCall {
-            d_k: ResultArgs::new(&tensors.d_k, rows, d),
-            d_v: ResultArgs::new(&tensors.d_v, rows, dv),
+            d_k: ResultArgs::new(&tensors.d_k, rows, d, self.facts.results),
+            d_v: ResultArgs::new(&tensors.d_v, rows, dv, self.facts.results),
             parts: scratch.head_parts,
             count: self.schedule.spread.parts as u32,
             blocks: blocks as u32,
@@ -196,7 +197,7 @@ impl BackwardPlan {
     }
 
     fn results(&self, tensors: &Tensors) -> ResultArgs {
-        ResultArgs::new(&tensors.d_q, self.facts.lengths()[0], self.facts.features.dims[0])
+        ResultArgs::new(&tensors.d_q, self.facts.lengths()[0], self.facts.features.dims[0], self.facts.results)
     }
 
     /// The main kernel, unless there are no keys.

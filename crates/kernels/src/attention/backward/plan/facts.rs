@@ -3,6 +3,7 @@
 use crate::attention::backward::d_q::exact;
 use crate::attention::backward::{Features, ModifierGradients};
 use crate::parts::expression_blocks::ExpressionBlocks;
+use crate::parts::results::ResultType;
 use fulgurite_core::{BlockSpec, Layout};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Arch, Number};
@@ -21,6 +22,8 @@ pub(crate) struct Facts {
     /// needed, or CTAs wait for them.
     pub arch: Arch,
     pub has_sinks: bool,
+    /// The element type of d_q, d_k and d_v, and whether they are added to given ones.
+    pub results: ResultType,
     /// The blocks of a block mask, or of the mask's expression.
     pub blocks: Option<BlockSpec>,
     /// The blocks that the mask's expression hides or shows, if their table is made from it.

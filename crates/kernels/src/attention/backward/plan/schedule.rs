@@ -35,11 +35,14 @@ impl Schedule {
     pub fn new(facts: &Facts, config: BackwardConfig) -> Schedule {
         let plain = KernelShape::plain(&facts.features, config);
         let engine = config.adds == Adds::CopyEngine;
-        let rounds = engine && facts.is_plain() && config.rounds;
+        let in_f32 = facts.results.is_f32();
+        let rounds = engine && facts.is_plain() && config.rounds && !in_f32;
         let spread = facts.spread(&config, engine && config.join.is_some() && has_equal_tiles(facts));
+        let spread = HeadSpread { keeps_sums: in_f32, ..spread };
         let single = engine && (facts.heads[0] == facts.heads[1] || spread.most() == 1);
         let step_ranges = facts.features.order == Order::Any && facts.has_step_ranges();
-        let shape = KernelShape { rounds, single, spread: spread.shape(), step_ranges, ..plain };
+        let shape =
+            KernelShape { rounds, single, spread: spread.shape(), step_ranges, results: facts.results, ..plain };
         let steps = steps(facts, u64::from(config.rows));
         let rows = facts.all_heads() * steps * u64::from(config.rows);
         let bands = Bands::new(&tiling(facts, &shape, &spread), &config);

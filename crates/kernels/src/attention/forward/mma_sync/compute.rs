@@ -311,6 +311,7 @@ where
             barrier: &barrier,
             rows: self.kernel.config.rows(),
             units: features.dims[1] * 2 / 16,
+            results: features.results,
         };
         let epilogue = Epilogue {
             lse: params.lse,

@@ -8,7 +8,7 @@
 mod compute;
 pub mod config;
 mod output;
-mod params;
+pub(super) mod params;
 
 use crate::attention::forward::call::ForwardCall;
 use crate::attention::forward::features::Features;

@@ -1,11 +1,13 @@
 //! O is stored by the threads that computed it.
 
+use crate::attention::forward::f32_output::F32Output;
 use crate::attention::forward::mma_sync::params::Rows;
 use crate::parts::epilogue::{Corner, Output};
+use crate::parts::results::{F32Rows, ResultType};
 use crate::parts::row_memory::Storers;
 use crate::parts::schedule::Work;
 use crate::parts::sequences::Sequences;
-use fulgurite_ptx::{Group, GroupBarrier, Scope, Tile};
+use fulgurite_ptx::{Group, GroupBarrier, Scope, Tile, Val};
 
 /// Threads of a warpgroup.
 const THREADS: u32 = 128;
@@ -18,6 +20,7 @@ pub(super) struct ThreadOutput<'a, 'k> {
     /// Rows and 16-byte units per row of the staging buffer.
     pub rows: u32,
     pub units: u32,
+    pub results: ResultType,
 }
 
 impl<'k> Output<'k> for ThreadOutput<'_, 'k> {
@@ -31,5 +34,9 @@ impl<'k> Output<'k> for ThreadOutput<'_, 'k> {
         let count = self.sequences.q_rows(work.sequence);
         let to = self.o.rows(self.sequences, work, work.head, [corner.row, count]);
         Storers { own: w.thread_in_group(), count: THREADS }.store(w, staging, [self.rows, self.units], to);
+    }
+
+    fn f32_rows(&self, work: &Work<'k>, first: Val<'k, u32>) -> Option<F32Rows<'k>> {
+        F32Output { o: self.o, sequences: self.sequences, results: self.results }.f32_rows(work, first)
     }
 }

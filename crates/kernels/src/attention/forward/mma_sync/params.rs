@@ -1,10 +1,9 @@
 //! The parameters of the `mma.sync` kernel, each with its launch argument.
 
-use crate::attention::forward::call::ForwardCall;
+use crate::attention::forward::call::{ForwardCall, RowTensor};
 use crate::attention::forward::features::Features;
 use crate::attention::forward::mma_sync::config::SyncConfig;
 use crate::params::{Lens, Params};
-use crate::parts::arguments::DeviceTensor;
 use crate::parts::block_lists::Lists;
 use crate::parts::modifier::{Parameters, Sinks};
 use crate::parts::nonfinite::NonfinitePath;
@@ -14,14 +13,15 @@ use crate::parts::sequences::Sequences;
 use fulgurite_ptx::{Divisor, GlobalRows, Half, Pair, Pointer, Val, Word};
 
 /// A tensor of rows, and which one it is.
-pub(super) struct Rows<'k> {
+pub(in crate::attention::forward) struct Rows<'k> {
     of: Of,
     memory: RowMemory<'k>,
 }
 
 impl<'k> Rows<'k> {
-    fn declare(p: &Params<'k, ForwardCall>, name: &str, of: Of, at: impl Lens<ForwardCall, DeviceTensor>) -> Self {
-        Rows { of, memory: RowMemory::declare(p, name, at) }
+    pub fn declare(p: &Params<'k, ForwardCall>, name: &str, of: Of, at: impl Lens<ForwardCall, RowTensor>) -> Self {
+        let bytes = move |call: &ForwardCall| at(call).number.bytes();
+        Rows { of, memory: RowMemory::declare(p, name, move |call: &ForwardCall| &at(call).tensor, bytes) }
     }
 
     /// The rows of a head in the tile's sequence, from row `first` on; `count` is the number of the sequence's rows.
@@ -77,10 +77,10 @@ where
             false => sequences.counting(p, |call| call.common.dense()),
         };
         SyncParams {
-            q: Rows::declare(p, "q", Of::Q, |call| &call.q.tensor),
-            k: Rows::declare(p, "k", Of::K, |call| &call.k.tensor),
-            v: Rows::declare(p, "v", Of::V, |call| &call.v.tensor),
-            o: Rows::declare(p, "o", Of::O, |call| &call.o.tensor),
+            q: Rows::declare(p, "q", Of::Q, |call| &call.q),
+            k: Rows::declare(p, "k", Of::K, |call| &call.k),
+            v: Rows::declare(p, "v", Of::V, |call| &call.v),
+            o: Rows::declare(p, "o", Of::O, |call| &call.o),
             lse: p.pointer("lse", |call| call.results.lse),
             counters: p.pointer("counters", |call| call.common.counters),
             lse_rows: p.u32("lse_rows", |call| call.results.lse_rows as u32),
