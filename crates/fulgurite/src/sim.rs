@@ -14,7 +14,7 @@ pub use fulgurite_ptx::device::Device;
 pub use fulgurite_ptx::model::{Adder, Exponent, Rounding};
 pub use fulgurite_ptx::product::Number;
 pub use fulgurite_sim::{
-    Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, Timeline, Track,
+    Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, TensorOrder, Timeline, Track,
 };
 
 use fulgurite_core::random::Rng;
@@ -31,7 +31,7 @@ use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, Example
 use fulgurite_kernels::tensor_operator::{Call, Operand, TensorOperator, TensorProblem};
 use fulgurite_kernels::tensor_type::TensorType;
 use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Span as GlobalSpan, Stream};
-use fulgurite_ptx::{BuildError, Major, bf16, f16};
+use fulgurite_ptx::{BuildError, Major, TensorUnit, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -263,8 +263,9 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
     let mut maker = Maker { device, sizes: *sizes, rng: Rng::new(seed) };
     match example {
         Example::Tensors(operator) => maker.tensors(operator),
-        Example::Product { number, layouts } => maker.gemm(number, layouts, None),
-        Example::SyncProduct { number, layouts } => maker.gemm(number, layouts, Some(SyncGemm { number, layouts })),
+        Example::Product { number, layouts } => maker.gemm(number, layouts, TensorUnit::Wgmma),
+        Example::SyncProduct { number, layouts } => maker.gemm(number, layouts, TensorUnit::MmaSync),
+        Example::TensorProduct { number, layouts } => maker.gemm(number, layouts, TensorUnit::Tcgen05),
         Example::Attention { problem, part: AttentionPart::Backward { launch } } => maker.backward(problem, launch),
         Example::Attention { problem, part } => maker.forward(problem, part),
     }
@@ -336,15 +337,20 @@ impl Maker<'_> {
         Ok(Prepared { before: launches, launch, problem: words, memory, results })
     }
 
-    fn gemm(&mut self, number: Number, layouts: Layouts, sync: Option<SyncGemm>) -> Result<Prepared, SimError> {
+    fn gemm(&mut self, number: Number, layouts: Layouts, unit: TensorUnit) -> Result<Prepared, SimError> {
         let Sizes { m, n, k, batch, padding, cluster, .. } = self.sizes;
+        if unit == TensorUnit::Tcgen05 && cluster > 1 {
+            return Err(SimError::Size { size: "cluster", got: cluster, allowed: "1 by tcgen05".into() });
+        }
         let plan = Gemm { number, layouts, config: GemmConfig { cluster, ..GemmConfig::default() } };
         let target = self.device.target();
-        let kernel = Arc::new(match (number, sync) {
-            (Number::F16, Some(_)) => gemm::mma_sync::kernel::<f16>(target, layouts)?,
-            (_, Some(_)) => gemm::mma_sync::kernel::<bf16>(target, layouts)?,
-            (Number::F16, None) => gemm::kernel::<f16>(target, layouts, plan.config)?,
-            (_, None) => gemm::kernel::<bf16>(target, layouts, plan.config)?,
+        let kernel = Arc::new(match (number, unit) {
+            (Number::F16, TensorUnit::MmaSync) => gemm::mma_sync::kernel::<f16>(target, layouts)?,
+            (_, TensorUnit::MmaSync) => gemm::mma_sync::kernel::<bf16>(target, layouts)?,
+            (Number::F16, TensorUnit::Wgmma) => gemm::kernel::<f16>(target, layouts, plan.config)?,
+            (_, TensorUnit::Wgmma) => gemm::kernel::<bf16>(target, layouts, plan.config)?,
+            (Number::F16, TensorUnit::Tcgen05) => gemm::tcgen05::kernel::<f16>(target, layouts, plan.config)?,
+            (_, TensorUnit::Tcgen05) => gemm::tcgen05::kernel::<bf16>(target, layouts, plan.config)?,
         });
         let stride = |cols: u32| u64::from(cols.next_multiple_of(8) + 8 * padding);
         let mut memory = Vec::new();
@@ -363,9 +369,9 @@ impl Maker<'_> {
             Matrix { span: memory[i].span(), rows, cols, row_stride, batch: batch.into(), batch_stride }
         };
         let matrices = [matrix(0), matrix(1), matrix(2)];
-        let launch = match sync {
-            Some(plan) => plan.launch(kernel, matrices)?,
-            None => plan.launch(kernel, matrices, self.blocks())?,
+        let launch = match unit {
+            TensorUnit::MmaSync => SyncGemm { number, layouts }.launch(kernel, matrices)?,
+            _ => plan.launch(kernel, matrices, self.blocks())?,
         };
         let mut problem = format!("{batch} x {m} x {n} x {k}");
         if (padding, cluster) != (0, 1) {

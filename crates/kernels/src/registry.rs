@@ -82,7 +82,7 @@ macro_rules! entry {
 /// Every kernel, in the order in which they are listed.
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
-    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC].concat())
+    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC, TCGEN05].concat())
 }
 
 /// Operand layouts in the letters of BLAS, for row-major matrices: `t` means transposed.
@@ -222,6 +222,57 @@ const MMA_SYNC: &[Entry] = planned! {
     256 Packed "packed" "packed sequences under a causal mask";
     256 Blocks "blocks" "block mask over a causal one";
 };
+
+const TCGEN05: &[Entry] = &[
+    Entry {
+        name: "gemm-tensor-bf16-nn",
+        summary: "C = A B by tcgen05, bf16; A [m][k], B [k][n]",
+        build: |target| gemm::tcgen05::kernel::<bf16>(target, NN, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: NN }),
+    },
+    Entry {
+        name: "gemm-tensor-bf16-nt",
+        summary: "C = A B by tcgen05, bf16; A [m][k], B [n][k]",
+        build: |target| gemm::tcgen05::kernel::<bf16>(target, NT, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: NT }),
+    },
+    Entry {
+        name: "gemm-tensor-bf16-tn",
+        summary: "C = A B by tcgen05, bf16; A [k][m], B [k][n]",
+        build: |target| gemm::tcgen05::kernel::<bf16>(target, TN, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: TN }),
+    },
+    Entry {
+        name: "gemm-tensor-bf16-tt",
+        summary: "C = A B by tcgen05, bf16; A [k][m], B [n][k]",
+        build: |target| gemm::tcgen05::kernel::<bf16>(target, TT, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: TT }),
+    },
+    Entry {
+        name: "gemm-tensor-f16-nn",
+        summary: "C = A B by tcgen05, f16; A [m][k], B [k][n]",
+        build: |target| gemm::tcgen05::kernel::<f16>(target, NN, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::F16, layouts: NN }),
+    },
+    Entry {
+        name: "gemm-tensor-f16-nt",
+        summary: "C = A B by tcgen05, f16; A [m][k], B [n][k]",
+        build: |target| gemm::tcgen05::kernel::<f16>(target, NT, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::F16, layouts: NT }),
+    },
+    Entry {
+        name: "gemm-tensor-f16-tn",
+        summary: "C = A B by tcgen05, f16; A [k][m], B [k][n]",
+        build: |target| gemm::tcgen05::kernel::<f16>(target, TN, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::F16, layouts: TN }),
+    },
+    Entry {
+        name: "gemm-tensor-f16-tt",
+        summary: "C = A B by tcgen05, f16; A [k][m], B [n][k]",
+        build: |target| gemm::tcgen05::kernel::<f16>(target, TT, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::F16, layouts: TT }),
+    },
+];
 
 const ALL: &[Entry] = &[
     entry!(VECTOR_ADD),

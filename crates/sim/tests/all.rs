@@ -16,3 +16,4 @@ mod products;
 mod roles;
 mod small;
 mod sync_attention;
+mod tcgen05;

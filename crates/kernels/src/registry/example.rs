@@ -25,6 +25,13 @@ pub enum Example {
         /// Memory layouts of the operands.
         layouts: Layouts,
     },
+    /// A product on data-centre Blackwell (`tcgen05`).
+    TensorProduct {
+        /// Element type.
+        number: Number,
+        /// Memory layouts of the operands.
+        layouts: Layouts,
+    },
     /// A kernel of attention.
     Attention {
         /// The problem, except lengths, batch and heads.
