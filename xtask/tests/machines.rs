@@ -3,7 +3,7 @@
 use std::path::Path;
 
 /// Kernels of one machine, below `crates/kernels/src`.
-const MACHINES: &[&str] = &["attention/forward/mma_sync"];
+const MACHINES: &[&str] = &["attention/forward/mma_sync", "attention/forward/tcgen05"];
 
 /// Operations of masks, softmax, modifiers and the epilogue, which a machine's own files do not contain.
 const SHARED: &[&str] = &["NEG_INFINITY", ".exp2(", ".log2(", ".recip(", ".tanh(", "LOG2_E", "LN_2", "fetch_add"];

@@ -127,11 +127,8 @@ fn check_wgmma(target: Target) -> Result<(), NoKernel> {
 /// The unit that multiplies matrices in forward attention: the fastest one of the target for which there are kernels,
 /// unless the caller asks for another one.
 pub fn forward_unit(target: Target, asked: Option<TensorUnit>) -> Result<TensorUnit, NoKernel> {
-    let own = match target.arch.tensor {
-        TensorUnit::Wgmma => TensorUnit::Wgmma,
-        // Tensor cores of every GPU since Ampere multiply by `mma.sync`, too.
-        TensorUnit::MmaSync | TensorUnit::Tcgen05 => TensorUnit::MmaSync,
-    };
+    let own = target.arch.tensor;
+    // Tensor cores of every GPU since Ampere multiply by `mma.sync`, too.
     match asked.unwrap_or(own) {
         TensorUnit::MmaSync => Ok(TensorUnit::MmaSync),
         unit if unit == own => Ok(unit),
@@ -181,7 +178,12 @@ impl Operator for Forward {
         let ForwardOptions { sinks, rescale, config, sync_config, lse, unit } = *options;
         let mut plan = match forward_unit(target, unit)? {
             TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &ConfigTable::default())?,
-            _ => ForwardPlan::by_table(problem, rescale, &tables.forward)?,
+            TensorUnit::Tcgen05 => match ForwardPlan::tcgen05(problem, rescale, &ConfigTable::default()) {
+                // What this unit has no kernel for runs on the unit that every GPU has, unless the caller named one.
+                Err(_) if unit.is_none() => ForwardPlan::mma_sync(problem, rescale, &ConfigTable::default())?,
+                plan => plan?,
+            },
+            TensorUnit::Wgmma => ForwardPlan::by_table(problem, rescale, &tables.forward)?,
         };
         if !lse {
             plan = plan.without_lse();

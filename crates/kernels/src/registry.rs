@@ -82,7 +82,7 @@ macro_rules! entry {
 /// Every kernel, in the order in which they are listed.
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
-    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC, TCGEN05].concat())
+    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC, TCGEN05, TENSOR].concat())
 }
 
 /// Operand layouts in the letters of BLAS, for row-major matrices: `t` means transposed.
@@ -221,6 +221,30 @@ const MMA_SYNC: &[Entry] = planned! {
     256 Sinks "sinks" "window and sinks";
     256 Packed "packed" "packed sequences under a causal mask";
     256 Blocks "blocks" "block mask over a causal one";
+};
+
+const TENSOR: &[Entry] = planned! {
+    ForwardTensor "attention-tensor" "forward attention by tcgen05":
+    64 Full "full" "no mask";
+    64 Causal "causal" "causal mask";
+    96 Full "full" "no mask";
+    96 Causal "causal" "causal mask";
+    128 Full "full" "no mask";
+    128 Causal "causal" "causal mask";
+    64 Softcap "softcap" "softcap";
+    64 Alibi "alibi" "causal mask and ALiBi";
+    64 Bias "bias" "a bias for each head";
+    64 Documents "documents" "document mask";
+    64 Sinks "sinks" "window and sinks";
+    64 Packed "packed" "packed sequences under a causal mask";
+    64 Blocks "blocks" "block mask over a causal one";
+    128 Softcap "softcap" "softcap";
+    128 Alibi "alibi" "causal mask and ALiBi";
+    128 Bias "bias" "a bias for each head";
+    128 Documents "documents" "document mask";
+    128 Sinks "sinks" "window and sinks";
+    128 Packed "packed" "packed sequences under a causal mask";
+    128 Blocks "blocks" "block mask over a causal one";
 };
 
 const TCGEN05: &[Entry] = &[

@@ -17,3 +17,4 @@ mod roles;
 mod small;
 mod sync_attention;
 mod tcgen05;
+mod tensor_attention;

@@ -3,10 +3,10 @@
 use super::{Random, download, upload};
 use fulgurite_core::{DType, Mask, Problem, Rescale};
 use fulgurite_kernels::attention::forward::plan::{
-    ConfigTable, DeviceTensor, ForwardConfig, ForwardPlan, SyncConfig, Tensors,
+    ConfigTable, DeviceTensor, ForwardConfig, ForwardPlan, SyncConfig, TensorConfig, Tensors,
 };
 use fulgurite_ptx::device::{Device, DeviceError, Stream};
-use fulgurite_ptx::{Kernel, Target, bf16};
+use fulgurite_ptx::{Arch, Kernel, Target, TensorUnit, bf16};
 use fulgurite_sim::Sim;
 use std::sync::Arc;
 
@@ -23,8 +23,8 @@ pub struct Case {
     pub blocks: u32,
     /// Another tile configuration than the library's.
     pub config: Option<&'static str>,
-    /// Whether `mma.sync` multiplies, as on an A100; otherwise `wgmma`, as on an H200.
-    pub sync: bool,
+    /// The unit that multiplies: `mma.sync` as on an A100, `wgmma` as on an H200, or `tcgen05` as on a B200.
+    pub unit: TensorUnit,
 }
 
 impl Case {
@@ -39,7 +39,14 @@ impl Case {
             .mask(if self.causal { Mask::causal() } else { Mask::none() })
             .build()
             .unwrap();
-        if self.sync {
+        if self.unit == TensorUnit::Tcgen05 {
+            let table = match self.config {
+                Some(text) => ConfigTable::of(text.parse::<TensorConfig>().unwrap()),
+                None => ConfigTable::default(),
+            };
+            return ForwardPlan::tcgen05(&problem, Some(self.rescale), &table).unwrap();
+        }
+        if self.unit == TensorUnit::MmaSync {
             let plan = ForwardPlan::mma_sync(&problem, Some(self.rescale), &ConfigTable::default()).unwrap();
             return plan.with_sync_config(|usual| match self.config {
                 Some(text) => SyncConfig { rescale: usual.rescale, ..text.parse().unwrap() },
@@ -54,7 +61,12 @@ impl Case {
 
     /// Its kernel.
     pub fn kernel(&self) -> Kernel {
-        self.plan().kernel(if self.sync { Target::AMPERE } else { Target::HOPPER }).unwrap()
+        let target = match self.unit {
+            TensorUnit::MmaSync => Target::AMPERE,
+            TensorUnit::Wgmma => Target::HOPPER,
+            TensorUnit::Tcgen05 => Target::new(Arch::SM_100A),
+        };
+        self.plan().kernel(target).unwrap()
     }
 
     /// Runs the kernel, or one that was made of it; the largest errors of o and of the LSE.
@@ -133,5 +145,5 @@ pub const BASE: Case = Case {
     rescale: Rescale::Always,
     blocks: 1,
     config: None,
-    sync: false,
+    unit: TensorUnit::Wgmma,
 };
