@@ -3,8 +3,11 @@
 use std::path::Path;
 
 /// Kernels of one machine, below `crates/kernels/src`.
-const MACHINES: &[(&str, &[&str])] =
-    &[("attention/forward/mma_sync", PARTS), ("attention/backward/mma_sync", PARTS_OF_GRADIENTS)];
+const MACHINES: &[(&str, &[&str])] = &[
+    ("attention/forward/mma_sync", PARTS),
+    ("attention/forward/tcgen05", PARTS),
+    ("attention/backward/mma_sync", PARTS_OF_GRADIENTS),
+];
 
 /// Operations of masks, softmax, modifiers and the epilogue, which a machine's own files do not contain.
 const SHARED: &[&str] = &["NEG_INFINITY", ".exp2(", ".log2(", ".recip(", ".tanh(", "LOG2_E", "LN_2", "fetch_add"];

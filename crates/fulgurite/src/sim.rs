@@ -14,7 +14,8 @@ pub use fulgurite_ptx::device::Device;
 pub use fulgurite_ptx::model::{Adder, Exponent, Rounding};
 pub use fulgurite_ptx::product::Number;
 pub use fulgurite_sim::{
-    Architecture, Counts, Fault, Finding, Line, Options, Order, Party, Period, Report, Sim, Timeline, Track,
+    Architecture, Counts, Fault, Finding, Line, Options, Order, Party, Period, Report, Sim, TensorOrder, Timeline,
+    Track,
 };
 
 use crate::device::TensorsOf;
@@ -281,8 +282,9 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
     let mut maker = Maker { device, sizes: *sizes, rng: Rng::new(seed) };
     match example {
         Example::Tensors(operator) => maker.tensors(operator),
-        Example::Product { number, layouts } => maker.gemm(number, layouts, None),
-        Example::SyncProduct { number, layouts } => maker.gemm(number, layouts, Some(SyncGemm { number, layouts })),
+        Example::Product { number, layouts } => maker.gemm(number, layouts, TensorUnit::Wgmma),
+        Example::SyncProduct { number, layouts } => maker.gemm(number, layouts, TensorUnit::MmaSync),
+        Example::TensorProduct { number, layouts } => maker.gemm(number, layouts, TensorUnit::Tcgen05),
         Example::Attention { problem, part: AttentionPart::Backward { launch } } => {
             maker.backward(problem, launch, None)
         }
@@ -378,8 +380,11 @@ impl Maker<'_> {
         Ok(Prepared { before: launches, launch, problem: words, memory, results })
     }
 
-    fn gemm(&mut self, number: Number, layouts: Layouts, sync: Option<SyncGemm>) -> Result<Prepared, SimError> {
+    fn gemm(&mut self, number: Number, layouts: Layouts, unit: TensorUnit) -> Result<Prepared, SimError> {
         let Sizes { m, n, k, batch, padding, cluster, .. } = self.sizes;
+        if unit == TensorUnit::Tcgen05 && cluster > 1 {
+            return Err(SimError::Size { size: "cluster", got: cluster, allowed: "1 by tcgen05".into() });
+        }
         let plan = Gemm { number, layouts, config: GemmConfig { cluster, ..GemmConfig::default() } };
         let stride = |cols: u32| u64::from(cols.next_multiple_of(8) + 8 * padding);
         let mut memory = Vec::new();
@@ -398,16 +403,23 @@ impl Maker<'_> {
             Matrix { span: memory[i].span(), rows, cols, row_stride, batch: batch.into(), batch_stride }
         };
         let matrices = [matrix(0), matrix(1), matrix(2)];
-        let launch = match sync {
-            Some(plan) => {
-                let target = self.device.target();
+        let target = self.device.target();
+        let launch = match unit {
+            TensorUnit::MmaSync => {
                 let kernel = match number {
                     Number::F16 => gemm::mma_sync::kernel::<f16>(target, layouts)?,
                     _ => gemm::mma_sync::kernel::<bf16>(target, layouts)?,
                 };
-                plan.launch(Arc::new(kernel), matrices)?
+                SyncGemm { number, layouts }.launch(Arc::new(kernel), matrices)?
             }
-            None => {
+            TensorUnit::Tcgen05 => {
+                let kernel = match number {
+                    Number::F16 => gemm::tcgen05::kernel::<f16>(target, layouts, plan.config)?,
+                    _ => gemm::tcgen05::kernel::<bf16>(target, layouts, plan.config)?,
+                };
+                plan.launch(Arc::new(kernel), matrices, self.blocks())?
+            }
+            TensorUnit::Wgmma => {
                 let (_, mut launches) = self.launches::<Product>((&plan, &()), &matrices, &mut memory)?;
                 launches.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?
             }
@@ -554,7 +566,11 @@ impl Maker<'_> {
         let tensors = Tensors { sinks, cu_seqlens, aux, lists, ..Tensors::new(tensors, lse_span, none) };
         let options = ForwardOptions {
             sinks: problem.has_sinks().then_some(DType::F32),
-            unit: (part == AttentionPart::ForwardSync).then_some(TensorUnit::MmaSync),
+            unit: match part {
+                AttentionPart::ForwardSync => Some(TensorUnit::MmaSync),
+                AttentionPart::ForwardTensor => Some(TensorUnit::Tcgen05),
+                _ => None,
+            },
             ..ForwardOptions::default()
         };
         let (_, mut before) = self.launches::<Forward>((&problem, &options), &tensors, &mut memory)?;

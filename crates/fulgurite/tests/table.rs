@@ -102,6 +102,15 @@ fn outputs_of_the_table_are_right_by_mma_sync() {
     assert_eq!(ran, table.len() - REFUSED_BY_MMA_SYNC);
 }
 
+/// The kernels of data-centre Blackwell; what they refuse runs by `mma.sync`.
+#[test]
+fn outputs_of_the_table_are_right_by_tcgen05() {
+    let table = table_without(cases::NOT_ON_GPU);
+    let (ran, wrong) = run_on(Choice::SimArch(Arch::SM_100A), &table, judge_forward);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_eq!(ran, table.len() - REFUSED_BY_MMA_SYNC);
+}
+
 /// Cases that backward refuses: head dimensions above 256, and the table exponential.
 const REFUSED_BACKWARD: usize = 3;
 

@@ -122,11 +122,8 @@ pub struct Memory {
 /// The unit that multiplies matrices in attention and its gradients: the fastest one of the target for which there are kernels,
 /// unless the caller asks for another one.
 pub fn forward_unit(target: Target, asked: Option<TensorUnit>) -> Result<TensorUnit, NoKernel> {
-    let own = match target.arch.tensor {
-        TensorUnit::Wgmma => TensorUnit::Wgmma,
-        // Tensor cores of every GPU since Ampere multiply by `mma.sync`, too.
-        TensorUnit::MmaSync | TensorUnit::Tcgen05 => TensorUnit::MmaSync,
-    };
+    let own = target.arch.tensor;
+    // Tensor cores of every GPU since Ampere multiply by `mma.sync`, too.
     match asked.unwrap_or(own) {
         TensorUnit::MmaSync => Ok(TensorUnit::MmaSync),
         unit if unit == own => Ok(unit),
@@ -179,7 +176,18 @@ impl Operator for Forward {
         let ForwardOptions { sinks, rescale, config, sync_config, lse, unit, results } = *options;
         let mut plan = match forward_unit(target, unit)? {
             TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?,
-            _ => ForwardPlan::by_table(problem, rescale, &tables.forward)?,
+            TensorUnit::Tcgen05 => {
+                let own = match results {
+                    ResultType::Input => ForwardPlan::tcgen05(problem, rescale, &ConfigTable::default()),
+                    _ => Err(NoKernel { feature: "f32 results by tcgen05".into() }),
+                };
+                match own {
+                    // What this unit has no kernel for runs on the unit that every GPU has, unless the caller named one.
+                    Err(_) if unit.is_none() => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?,
+                    plan => plan?,
+                }
+            }
+            TensorUnit::Wgmma => ForwardPlan::by_table(problem, rescale, &tables.forward)?,
         };
         if !lse && results == ResultType::Input {
             plan = plan.without_lse();
@@ -324,6 +332,9 @@ impl Operator for Backward {
             match forward_unit(target, options.unit)? {
                 TensorUnit::Wgmma => BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?
                     .with_results(problem, &tables.backward, options.results)?,
+                TensorUnit::Tcgen05 if options.unit.is_some() => {
+                    return Err(NoKernel { feature: "gradients by tcgen05".into() }.into());
+                }
                 _ if options.results != ResultType::Input => {
                     return Err(NoKernel { feature: "f32 gradients by mma.sync".into() }.into());
                 }

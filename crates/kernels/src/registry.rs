@@ -83,7 +83,7 @@ macro_rules! entry {
 /// Every kernel, in the order in which they are listed.
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
-    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC, BACKWARD_SYNC].concat())
+    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC, BACKWARD_SYNC, TCGEN05, TENSOR].concat())
 }
 
 /// Operand layouts in the letters of BLAS, for row-major matrices: `t` means transposed.
@@ -271,6 +271,81 @@ const BACKWARD_SYNC: &[Entry] = gradients_by_warps! {
     64 Packed "packed" "packed sequences under a causal mask" 1;
     128 Packed "packed" "packed sequences under a causal mask" 1;
 };
+
+const TENSOR: &[Entry] = planned! {
+    ForwardTensor "attention-tensor" "forward attention by tcgen05":
+    64 Full "full" "no mask";
+    64 Causal "causal" "causal mask";
+    96 Full "full" "no mask";
+    96 Causal "causal" "causal mask";
+    128 Full "full" "no mask";
+    128 Causal "causal" "causal mask";
+    64 Softcap "softcap" "softcap";
+    64 Alibi "alibi" "causal mask and ALiBi";
+    64 Bias "bias" "a bias for each head";
+    64 Documents "documents" "document mask";
+    64 Sinks "sinks" "window and sinks";
+    64 Packed "packed" "packed sequences under a causal mask";
+    64 Blocks "blocks" "block mask over a causal one";
+    128 Softcap "softcap" "softcap";
+    128 Alibi "alibi" "causal mask and ALiBi";
+    128 Bias "bias" "a bias for each head";
+    128 Documents "documents" "document mask";
+    128 Sinks "sinks" "window and sinks";
+    128 Packed "packed" "packed sequences under a causal mask";
+    128 Blocks "blocks" "block mask over a causal one";
+};
+
+const TCGEN05: &[Entry] = &[
+    Entry {
+        name: "gemm-tensor-bf16-nn",
+        summary: "C = A B by tcgen05, bf16; A [m][k], B [k][n]",
+        build: |target| gemm::tcgen05::kernel::<bf16>(target, NN, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: NN }),
+    },
+    Entry {
+        name: "gemm-tensor-bf16-nt",
+        summary: "C = A B by tcgen05, bf16; A [m][k], B [n][k]",
+        build: |target| gemm::tcgen05::kernel::<bf16>(target, NT, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: NT }),
+    },
+    Entry {
+        name: "gemm-tensor-bf16-tn",
+        summary: "C = A B by tcgen05, bf16; A [k][m], B [k][n]",
+        build: |target| gemm::tcgen05::kernel::<bf16>(target, TN, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: TN }),
+    },
+    Entry {
+        name: "gemm-tensor-bf16-tt",
+        summary: "C = A B by tcgen05, bf16; A [k][m], B [n][k]",
+        build: |target| gemm::tcgen05::kernel::<bf16>(target, TT, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: TT }),
+    },
+    Entry {
+        name: "gemm-tensor-f16-nn",
+        summary: "C = A B by tcgen05, f16; A [m][k], B [k][n]",
+        build: |target| gemm::tcgen05::kernel::<f16>(target, NN, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::F16, layouts: NN }),
+    },
+    Entry {
+        name: "gemm-tensor-f16-nt",
+        summary: "C = A B by tcgen05, f16; A [m][k], B [n][k]",
+        build: |target| gemm::tcgen05::kernel::<f16>(target, NT, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::F16, layouts: NT }),
+    },
+    Entry {
+        name: "gemm-tensor-f16-tn",
+        summary: "C = A B by tcgen05, f16; A [k][m], B [k][n]",
+        build: |target| gemm::tcgen05::kernel::<f16>(target, TN, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::F16, layouts: TN }),
+    },
+    Entry {
+        name: "gemm-tensor-f16-tt",
+        summary: "C = A B by tcgen05, f16; A [k][m], B [n][k]",
+        build: |target| gemm::tcgen05::kernel::<f16>(target, TT, GemmConfig::default()),
+        example: Some(Example::TensorProduct { number: Number::F16, layouts: TT }),
+    },
+];
 
 const ALL: &[Entry] = &[
     entry!(VECTOR_ADD),

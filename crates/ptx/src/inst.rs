@@ -76,6 +76,8 @@ pub enum Kind {
     ListOrTile(Class),
     /// An address in a space, with a constant offset in bytes.
     Address(Space),
+    /// An address in tensor memory, with a constant offset in columns.
+    TensorAddress,
     /// A constant that is part of the text, from one of these ranges.
     Number(&'static [Steps]),
     /// A word that is part of the text, from this list.
@@ -222,6 +224,8 @@ impl Needs {
     pub const DATA_CENTER: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103]) };
     /// Hopper and every Blackwell, each in its architecture-specific variant.
     pub const HOPPER_AND_BLACKWELL: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103, 120, 121]) };
+    /// Data-centre Blackwell: tensor memory.
+    pub const TCGEN05: Needs = Needs { ptx: (8, 6), archs: Archs::Only(&[100, 103]) };
     /// Ampere and later.
     pub const AMPERE: Needs = Needs::from((7, 0), 80);
     /// Hopper and later.
@@ -422,7 +426,7 @@ impl Op {
                 (Kind::Address(Space::Param), Arg::Address(Base::Param(_), _)) => true,
                 (Kind::Address(Space::Param), _) => false,
                 (Kind::Address(Space::Global), Arg::Address(Base::Reg(reg), _)) => class(reg, Class::B64),
-                (Kind::Address(_), Arg::Address(Base::Reg(reg), _)) => class(reg, Class::B32),
+                (Kind::Address(_) | Kind::TensorAddress, Arg::Address(Base::Reg(reg), _)) => class(reg, Class::B32),
                 (Kind::Number(allowed), Arg::Imm(n)) => allowed.iter().any(|steps| steps.has(*n)),
                 (Kind::Word(words), Arg::Word(word)) => words.contains(word),
                 (Kind::Param, Arg::Param(_)) => true,

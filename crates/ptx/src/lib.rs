@@ -27,6 +27,8 @@ mod row_acc;
 mod row_view;
 mod sync;
 pub mod table;
+pub mod tcgen05;
+mod tensor_memory;
 mod tile;
 mod verify;
 
@@ -45,7 +47,8 @@ pub use row_acc::RowAcc;
 pub use row_view::RowView;
 pub use sync::{
     AccumulatorChannel, BulkReducer, ClusterBroadcast, CopyRing, DoubleTile, Filling, GlobalRows, Mailbox, Numbers,
-    PeerTiles, Pipe, TokenRing, Zeros,
+    PeerTiles, Pipe, TensorRing, TokenRing, Which, Zeros,
 };
+pub use tensor_memory::{TensorOperand, TensorTile};
 pub use tile::{Acc, Fragment, Operand, Slice, Sum, Tensor, Tile};
 pub use verify::varying;

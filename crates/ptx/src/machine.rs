@@ -6,6 +6,7 @@
 
 use crate::inst::{Arg, Base, Op, Reg, Space};
 use crate::product::Product;
+use crate::tcgen05::TensorAction;
 
 /// Threads of a warp.
 pub const WARP: u32 = 32;
@@ -322,6 +323,12 @@ pub trait Machine {
     fn transfer(&mut self, lane: u32, what: Transfer);
     /// Starts a product of the warpgroup.
     fn product(&mut self, what: Product);
+    /// Operates on tensor memory, or on the queue of its products.
+    fn tensor(&mut self, lane: u32, what: TensorAction);
+    /// Reads consecutive columns of tensor memory, from the address that each lane gives, one register to a column.
+    fn tensor_load(&mut self, from: &[u32; WARP as usize], to: &[Reg]);
+    /// Writes consecutive columns of tensor memory, from the address that each lane gives, one register to a column.
+    fn tensor_store(&mut self, to: &[u32; WARP as usize], from: &[Reg]);
     /// Commits or waits for groups of a queue.
     fn group(&mut self, lane: u32, queue: Queue, what: Group);
     /// Executes a fence.

@@ -38,6 +38,13 @@ impl<'k> Scope<'k, Group> {
     }
 }
 
+impl RowAcc<'_> {
+    /// The registers of the thread's row.
+    pub(crate) fn regs(&self) -> &[Reg] {
+        &self.regs
+    }
+}
+
 impl<'k> RowView<'k> for RowAcc<'k> {
     const ROWS: usize = 1;
     const LANES: u32 = 1;

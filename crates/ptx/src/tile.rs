@@ -265,8 +265,14 @@ impl<'k> Operand<'k> {
     /// Matrix descriptors of the steps of a product over the operand.
     #[track_caller]
     fn descriptors(&self) -> Vec<Reg> {
+        self.descriptors_with(0)
+    }
+
+    /// Matrix descriptors with more bits set, above those of the address.
+    #[track_caller]
+    pub(crate) fn descriptors_with(&self, more: u64) -> Vec<Reg> {
         let (k, shape) = (self.tile.address.k, self.tile.shape);
-        let mut bits = shape.descriptor(self.major);
+        let mut bits = shape.descriptor(self.major) | more;
         // Shared memory ends below the 18 bits of the address field. So everything but the address is constant, and a
         // step adds to the low half without a carry into other fields. In a cluster, the CTA's rank stands above the
         // address.
@@ -415,7 +421,7 @@ pub enum Sum<'k> {
 
 impl Sum<'_> {
     /// The argument that tells the `step`-th instruction of a product whether to add.
-    fn at(&self, step: usize) -> Arg {
+    pub(crate) fn at(&self, step: usize) -> Arg {
         match (self, step) {
             (Sum::Fresh, 0) => Arg::Imm(0),
             (Sum::If(onto), 0) => onto.arg(),

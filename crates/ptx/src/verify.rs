@@ -106,8 +106,9 @@ fn spread(block: &[Stmt], divergent: bool, varying: &mut HashSet<Reg>) {
                     && matches!(op.word(1), "%tid.x" | "%laneid" | "%lanemask_lt");
                 // Lanes that update the same word see different old values.
                 let source = source || matches!(op.inst.effect, Effect::Update(_));
-                let source =
-                    source || matches!(op.inst.name, "elect" | "ldmatrix") || op.inst.together == Together::Warpgroup;
+                let source = source
+                    || matches!(op.inst.name, "elect" | "ldmatrix" | "tcgen05.ld")
+                    || op.inst.together == Together::Warpgroup;
                 if divergent || source || (!same && op.reads().any(|r| varying.contains(&r))) {
                     varying.extend(op.writes());
                 }

@@ -32,6 +32,8 @@ pub struct Counts {
     pub shared_operand_bytes: u64,
     /// Bytes of shared memory that copies read and write, in each CTA that they reach.
     pub shared_copy_bytes: u64,
+    /// Bytes of tensor memory that threads read and write.
+    pub tensor_memory_bytes: u64,
     /// Extra passes over the banks of shared memory, beyond those that the bytes need.
     pub bank_conflicts: u64,
     /// Bytes of global memory that threads and copies read and write.
@@ -121,6 +123,7 @@ impl Counts {
         self.shared_thread_bytes += other.shared_thread_bytes;
         self.shared_operand_bytes += other.shared_operand_bytes;
         self.shared_copy_bytes += other.shared_copy_bytes;
+        self.tensor_memory_bytes += other.tensor_memory_bytes;
         self.bank_conflicts += other.bank_conflicts;
         self.global_bytes += other.global_bytes;
         self.global_sectors += other.global_sectors;

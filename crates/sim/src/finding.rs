@@ -95,6 +95,8 @@ pub enum Fault {
     BarrierCount,
     /// More registers are requested than the CTA's pool has.
     Registers,
+    /// Tensor memory is allocated, accessed or freed against its rules.
+    TensorMemory,
     /// A CTA ends while something may still access its shared memory.
     Exit,
     /// An operand that the instruction does not accept.

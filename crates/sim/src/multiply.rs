@@ -172,6 +172,57 @@ impl Four<'_> {
     }
 }
 
+/// A product into rows of accumulators that are adjacent in memory, a word to an element.
+pub(crate) struct Rows<'a> {
+    a: &'a Matrix,
+    b: &'a Matrix,
+    numbers: [Number; 3],
+    sums: Sums,
+    /// Exponents of both operands, if all their elements are finite halves that are summed in f32.
+    exponents: Option<[Vec<i16>; 2]>,
+}
+
+impl<'a> Rows<'a> {
+    pub fn new(a: &'a Matrix, b: &'a Matrix, numbers: [Number; 3], cols: usize) -> Self {
+        let [to, number_a, number_b] = numbers;
+        let quick = number_a.bytes() == 2 && to == Number::F32 && b.outer == cols;
+        let exponents = quick.then(|| a.exponents(number_a).zip(b.exponents(number_b))).flatten();
+        Rows { a, b, numbers, sums: Sums::new(cols), exponents: exponents.map(|(a, b)| [a, b]) }
+    }
+
+    fn element(&self, old: u32, row: usize, col: usize) -> u32 {
+        let pair = |i| [self.a.get(row, i), self.b.get(col, i)].map(f64::from);
+        let factors: [[f64; 2]; DEPTH] = std::array::from_fn(pair);
+        let [to, from @ ..] = self.numbers;
+        model::accumulate(old, &factors, to, from, false)
+    }
+
+    /// Computes a row of D into its cells.
+    pub fn multiply(&mut self, row: usize, onto: bool, cells: &mut [u32]) {
+        if !onto {
+            cells.fill(0);
+        }
+        let Some([left, right]) = &self.exponents else {
+            for (col, cell) in cells.iter_mut().enumerate() {
+                *cell = self.element(*cell, row, col);
+            }
+            return;
+        };
+        let own = OperandRow {
+            values: std::array::from_fn(|i| self.a.get(row, i)),
+            exponents: std::array::from_fn(|i| left[i * self.a.outer + row]),
+        };
+        self.sums.values.iter_mut().zip(&*cells).for_each(|(sum, cell)| *sum = f32::from_bits(*cell));
+        let some = self.sums.add(&own, &self.b.columns(right));
+        for (col, cell) in cells.iter_mut().enumerate() {
+            *cell = match some && self.sums.left_out[col] {
+                true => self.element(*cell, row, col),
+                false => self.sums.values[col].to_bits(),
+            };
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

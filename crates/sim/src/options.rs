@@ -9,6 +9,15 @@ pub enum Order {
     Timed,
 }
 
+/// The order in which the products of one thread into tensor memory run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TensorOrder {
+    /// All of them in the order in which they start. Public kernels rely on it.
+    Queue,
+    /// Only products into one accumulator, as the manual promises; and accesses of threads need fences.
+    Strict,
+}
+
 /// Options of a simulated launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
@@ -22,10 +31,13 @@ pub struct Options {
     pub order: Order,
     /// Number of clusters that run at the same time at first; more are admitted if those wait for others.
     pub resident: u32,
+    /// What orders accesses to tensor memory.
+    pub tensor: TensorOrder,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { seed: 0, budget: 1 << 32, checks: true, order: Order::Random, resident: 2 }
+        let (order, tensor) = (Order::Random, TensorOrder::Queue);
+        Options { seed: 0, budget: 1 << 32, checks: true, order, resident: 2, tensor }
     }
 }

@@ -134,7 +134,7 @@ impl World<'_> {
         let Some(Reverse((_, _, event))) = self.events.pop() else { return };
         let id = match event {
             Event::Read(copy) | Event::Write(copy) | Event::Complete(copy) => self.copies.get(&copy).map(|c| c.cluster),
-            Event::Product(cluster, ..) => Some(cluster),
+            Event::Product(cluster, ..) | Event::Tensor(cluster, ..) => Some(cluster),
         };
         let Some(i) = id.and_then(|id| self.clusters.iter().position(|c| c.id == id)) else { return };
         let mut cluster = std::mem::take(&mut self.clusters[i]);
@@ -143,6 +143,7 @@ impl World<'_> {
             Event::Write(copy) => self.copy_writes(&mut cluster, copy),
             Event::Complete(copy) => self.copy_completes(&mut cluster, copy),
             Event::Product(_, rank, group) => self.run_product(&mut cluster, rank as usize, group as usize),
+            Event::Tensor(_, rank, queue) => self.run_tensor(&mut cluster, rank as usize, queue as usize),
         }
         self.clusters[i] = cluster;
     }
@@ -314,6 +315,7 @@ impl World<'_> {
             Who::Warp { comp, time } => state.last.get(Part::Done, comp) < time,
             Who::Async(completion) => !self.ledger.known(completion, &state.last, Part::Done),
         };
+        let unfreed = state.tensor.unfreed();
         let between = state
             .bars
             .iter()
@@ -324,6 +326,11 @@ impl World<'_> {
             let what = "a block ends, and nothing says that this no longer reaches its shared memory".to_owned();
             let other = Some(self.side_of(&access));
             self.report(Fault::Exit, what, None, here.clone(), other);
+        }
+        if let Some(allocated) = unfreed {
+            let other = Some(self.side_of(&allocated));
+            let what = "a block ends and has not freed its tensor memory".to_owned();
+            self.report(Fault::TensorMemory, what, None, here.clone(), other);
         }
         if let Some((at, count, pending, arrived)) = between {
             let name = self.shared_name(at);

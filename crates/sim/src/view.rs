@@ -14,6 +14,7 @@ use fulgurite_ptx::machine::{
     Fence, Group, Machine, Mbarrier, Meeting, MemoryAddress, Order, Queue, Special, Transfer, lanes,
 };
 use fulgurite_ptx::product::Product;
+use fulgurite_ptx::tcgen05::TensorAction;
 
 /// A warp that executes an instruction.
 pub(crate) struct View<'w, 'a> {
@@ -489,6 +490,15 @@ impl Machine for View<'_, '_> {
     }
     fn product(&mut self, what: Product) {
         self.issue_product(what);
+    }
+    fn tensor(&mut self, lane: u32, what: TensorAction) {
+        self.act_on_tensor(lane, what);
+    }
+    fn tensor_load(&mut self, from: &[u32; 32], to: &[Reg]) {
+        self.load_columns(from, to);
+    }
+    fn tensor_store(&mut self, to: &[u32; 32], from: &[Reg]) {
+        self.store_columns(to, from);
     }
     fn group(&mut self, lane: u32, queue: Queue, what: Group) {
         self.issue_group(lane, queue, what);

@@ -38,26 +38,30 @@ pub(crate) struct Warpgroup {
     pub latest: u64,
 }
 
+/// The agent that reads an operand of a product.
+pub(crate) struct Reader<'a> {
+    /// Its access, which completes when the product does.
+    pub issued: Access,
+    /// What the threads that started the product knew.
+    pub clocks: &'a [&'a Clock],
+}
+
 impl World<'_> {
-    fn product_fault(&mut self, pending: &Pending, fault: Fault, what: String, address: Option<u64>) {
-        let here = self.side_of(&pending.issued);
+    fn product_fault(&mut self, issued: &Access, fault: Fault, what: String, address: Option<u64>) {
+        let here = self.side_of(issued);
         self.report(fault, what, address, here, None);
     }
 
-    /// Reads an operand from shared memory.
-    fn operand(
+    /// Reads an operand from shared memory: descriptor, type, contiguous dimension, and its rows or columns.
+    pub fn operand(
         &mut self,
         block: &mut Cta,
-        pending: &Pending,
-        bits: u64,
-        number: Number,
-        major: Major,
-        outer: u32,
+        reader: &Reader<'_>,
+        (bits, number, major, outer): (u64, Number, Major, u32),
     ) -> Matrix {
         let mut matrix = Matrix::new(outer.next_multiple_of(16) as usize, number.depth() as usize);
-        let access = Access { who: Who::Async(pending.read_done), proxy: Proxy::Async, ..pending.issued };
-        let clocks: Vec<&Clock> = pending.starts.iter().flatten().map(|c| &**c).collect();
-        let mut t = Toucher::new(&clocks, access, Part::AsyncShared);
+        let access = reader.issued;
+        let mut t = Toucher::new(reader.clocks, access, Part::AsyncShared);
         let (mut found, mut outside, mut unwritten) = (None, None, None);
         let swizzle = Descriptor::decode(bits).swizzle;
         let mut other_layout = None;
@@ -80,7 +84,7 @@ impl World<'_> {
         let base = u64::from(SHARED_BASE);
         if let Some(at) = outside {
             let what = "a product reads outside the block's shared memory".to_owned();
-            self.product_fault(pending, Fault::OutOfBounds, what, Some((at + i64::from(SHARED_BASE)) as u64));
+            self.product_fault(&access, Fault::OutOfBounds, what, Some((at + i64::from(SHARED_BASE)) as u64));
         }
         if let Some((at, brought)) = other_layout {
             let (here, other) = (self.side_of(&access), self.side_of(&brought));
@@ -93,7 +97,7 @@ impl World<'_> {
         }
         if let Some(at) = unwritten {
             let what = "a product reads shared memory that nobody wrote".to_owned();
-            self.product_fault(pending, Fault::Uninitialised, what, Some(at + base));
+            self.product_fault(&access, Fault::Uninitialised, what, Some(at + base));
         }
         matrix
     }
@@ -107,13 +111,16 @@ impl World<'_> {
         self.progress += 1;
         let what = &pending.what;
         let [_, number_a, number_b] = what.numbers;
-        let b = self.operand(block, &pending, what.b.0, number_b, what.b.1, what.n);
+        let clocks: Vec<&Clock> = pending.starts.iter().flatten().map(|c| &**c).collect();
+        let issued = Access { who: Who::Async(pending.read_done), proxy: Proxy::Async, ..pending.issued };
+        let reader = Reader { issued, clocks: &clocks };
+        let b = self.operand(block, &reader, (what.b.0, number_b, what.b.1, what.n));
         let first = rank * (cluster.warps.len() / cluster.blocks.len()) + 4 * group;
         let program = self.program;
         let a = match &what.a {
             Left::Tile(bits, major) => {
                 let block = &mut cluster.blocks[rank];
-                self.operand(block, &pending, *bits, number_a, *major, ROWS as u32)
+                self.operand(block, &reader, (*bits, number_a, *major, ROWS as u32))
             }
             Left::Regs(regs) => {
                 let four = Four { warps: &mut cluster.warps[first..first + 4], program };
@@ -142,7 +149,7 @@ impl World<'_> {
             .any(|slot| cluster.warps[first..first + 4].iter().any(|w| w.regs[slot].defined != u32::MAX));
         if undefined && self.options.checks {
             let text = "a product reads registers that nobody wrote".to_owned();
-            self.product_fault(&pending, Fault::UninitialisedRegister, text, None);
+            self.product_fault(&pending.issued, Fault::UninitialisedRegister, text, None);
         }
         Four { warps: &mut cluster.warps[first..first + 4], program }.multiply(what, &a, &b);
         let flops = 2 * ROWS as u64 * u64::from(what.n) * u64::from(number_a.depth());

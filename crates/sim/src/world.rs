@@ -11,6 +11,7 @@ use crate::options::{Options, Order};
 use crate::program::Program;
 use crate::random::Random;
 use crate::shadow::{Access, Conflict, Ledger, Proxy, Shadow, Who, Why};
+use crate::tensor_memory::{TensorMemory, WarpTensor};
 use crate::timeline::Timeline;
 use crate::warpgroup::Warpgroup;
 use fulgurite_ptx::Arch;
@@ -133,6 +134,8 @@ pub(crate) struct Warp {
     pub blocked: Option<(u64, u32)>,
     /// The step of its last instruction.
     pub last_pc: u32,
+    /// Its accesses to tensor memory.
+    pub tensor: WarpTensor,
 }
 
 impl Warp {
@@ -165,6 +168,7 @@ pub(crate) struct Cta {
     /// Registers that no warp owns.
     pub pool: u32,
     pub warpgroups: Vec<Warpgroup>,
+    pub tensor: TensorMemory,
     /// Copies and products that access its shared memory, by their completions.
     pub reaches: Vec<Access>,
     /// Last accesses by warps of other CTAs.
@@ -206,6 +210,8 @@ pub(crate) enum Event {
     Complete(u32),
     /// A warpgroup of a block of a cluster runs its next product.
     Product(u32, u32, u32),
+    /// A queue of products into tensor memory, of a block of a cluster, does its next work.
+    Tensor(u32, u32, u32),
 }
 
 /// Offsets in shared memory and addresses in global memory that an instruction accessed, with their sizes.
@@ -309,6 +315,7 @@ impl<'a> World<'a> {
                 named: (0..kernel.target.arch.named_barriers).map(|_| Named::default()).collect(),
                 pool: 0,
                 warpgroups: (0..warps.div_ceil(4)).map(|_| Warpgroup::default()).collect(),
+                tensor: TensorMemory::default(),
                 reaches: Vec::new(),
                 peers: Vec::new(),
                 running: warps,

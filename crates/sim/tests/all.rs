@@ -18,3 +18,5 @@ mod roles;
 mod small;
 mod sync_attention;
 mod sync_backward;
+mod tcgen05;
+mod tensor_attention;

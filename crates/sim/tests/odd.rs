@@ -72,6 +72,10 @@ impl Maker {
                 let index = if self.random.below(2) == 0 { 0 } else { self.random.below(REGISTERS.into()) as u32 };
                 Arg::Address(Base::Reg(Reg { class, index }), offset)
             }
+            Kind::TensorAddress => {
+                let offset = [0, 0, 32, 511, -1, i32::MAX, i32::MIN][self.random.below(7) as usize];
+                Arg::Address(Base::Reg(self.reg(Class::B32)), offset)
+            }
             Kind::Number(_) => {
                 let n = if operand.name == "n" && inst.name.starts_with("wgmma.") { 8 } else { self.number() };
                 Arg::Imm(n)

@@ -4,10 +4,10 @@ use crate::common::attention::{BASE, Case};
 use crate::common::mutate::{change, drop, drop_at, line};
 use crate::common::seeds;
 use fulgurite_core::Rescale;
-use fulgurite_ptx::{Kernel, Target};
+use fulgurite_ptx::{Kernel, Target, TensorUnit};
 use fulgurite_sim::{Fault, Finding, Options, Sim};
 
-const SYNC: Case = Case { sync: true, ..BASE };
+const SYNC: Case = Case { unit: TensorUnit::MmaSync, ..BASE };
 
 fn on(target: &str, seed: u64) -> Sim {
     Sim::on(Target::named(target).unwrap(), Options { seed, budget: 20_000_000, ..Options::default() })

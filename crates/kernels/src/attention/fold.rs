@@ -1,6 +1,6 @@
 //! Folds: how the scores of a tile's key blocks become numerators.
 
-use crate::parts::softmax::{Scores, Softmax, Totals};
+use crate::parts::softmax::{Rescaled, Scores, Softmax, Totals};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, RowView, Scope, Word};
 
 /// Turns the scores of successive key blocks into numerators p, which the kernel multiplies by v. Scores are accumulators
@@ -22,7 +22,7 @@ where
     fn first(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>);
 
     /// Computes p of a later block. Products into `o` may still run: the fold waits for them and rescales `o`.
-    fn next(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, scores: &mut dyn Scores<'k>);
+    fn next(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &dyn Rescaled<'k>, scores: &mut dyn Scores<'k>);
 
     /// Maximum and sum of each row, after the last block.
     fn totals(&self, w: &Scope<'k, Group>, o: &A) -> Totals<'k>;
@@ -48,7 +48,14 @@ where
         Softmax::first(self, w, s, p);
     }
 
-    fn next(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, scores: &mut dyn Scores<'k>) {
+    fn next(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &A,
+        p: &Fragment<'k, T>,
+        o: &dyn Rescaled<'k>,
+        scores: &mut dyn Scores<'k>,
+    ) {
         Softmax::next(self, w, s, p, o, scores);
     }
 

@@ -3,7 +3,7 @@
 use crate::attention::fold::Fold;
 use crate::parts::mask::{Block, Limits, Spans};
 use crate::parts::modifier::{Modifiers, Modify, Parameters, Tanh};
-use crate::parts::softmax::{Scores, Settled};
+use crate::parts::softmax::{Rescaled, Scores, Settled};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, RowView, Scope, Val, Word};
 use std::f32::consts::LOG2_E;
 
@@ -65,7 +65,7 @@ impl<'k, A: RowView<'k>> Scoring<'_, 'k, A> {
         &self,
         w: &Scope<'k, Group>,
         fold: &dyn Fold<'k, T, A>,
-        (s, p, o): (&A, &Fragment<'k, T>, &A),
+        (s, p, o): (&A, &Fragment<'k, T>, &dyn Rescaled<'k>),
         (block, first_key): (&Block<'k>, &dyn Fn() -> Val<'k, i32>),
         again: Option<Section<'_, 'k>>,
     ) where

@@ -6,6 +6,7 @@
 
 pub mod mma_sync;
 pub mod plan;
+pub mod tcgen05;
 
 use crate::params::{Params, Program};
 use fulgurite_ptx::device::{Span, TensorSpan};
@@ -95,6 +96,7 @@ pub(crate) struct GemmCall {
     pub c_strides: [u64; 2],
 }
 
+#[derive(Clone, Copy)]
 struct GemmParams<'k, T> {
     a: Tensor<'k>,
     b: Tensor<'k>,
@@ -131,6 +133,23 @@ impl<'k, T: Half> GemmParams<'k, T> {
     }
 }
 
+impl<'k, T> GemmParams<'k, T> {
+    /// The `t`-th tile of C in the order in which CTAs take them: down a band of rows of tiles, then to the next column.
+    /// A cluster takes neighbouring rows of tiles, and `m_tiles` counts them as one.
+    fn find(&self, config: GemmConfig, t: Val<'k, u32>, rank: Val<'k, u32>) -> TileCoord<'k> {
+        let (m_tiles, n_tiles) = (self.m_tiles, self.n_tiles);
+        let GemmConfig { rows, cols, cluster, band, .. } = config;
+        let per_batch = m_tiles * n_tiles;
+        let (batch, t) = (t / per_batch, t % per_batch);
+        let per_band = n_tiles * band;
+        let first = t / per_band * band;
+        let height = (m_tiles - first).min(band);
+        let t = t % per_band;
+        let row = (first + t % height).mul_add(cluster, rank) * rows;
+        TileCoord { row, col: t / height * cols, batch }
+    }
+}
+
 /// C = A B for `[batch]` matrices of 16-bit floats, with f32 accumulation.
 pub fn kernel<T: Half>(target: Target, layouts: Layouts, config: GemmConfig) -> Result<Kernel, BuildError>
 where
@@ -144,35 +163,22 @@ where
     Pair<T>: Word,
 {
     let k = p.builder();
-    let GemmConfig { rows, cols, depth, cluster, band } = config;
+    let GemmConfig { rows, cols, depth, cluster, .. } = config;
     k.cluster(cluster);
     let (a_tile, b_tile) = (tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols));
-    let GemmParams { a, b, c, m_tiles, n_tiles, k_steps: steps, tiles, m, n, c_memory: memory, c_row, c_batch } =
-        GemmParams::<T>::declare(p, layouts, config);
+    let params = GemmParams::<T>::declare(p, layouts, config);
+    let GemmParams { a, b, c, k_steps: steps, tiles, m, n, c_memory: memory, c_row, c_batch, .. } = params;
     // The copy engine writes units of 16 bytes: threads write the columns of C past the last whole unit.
     let whole = n & !(UNIT - 1);
     let ring = k.pipe_for_all("operands", depth, &[a_tile, b_tile], 0);
     // Each warpgroup stores C through two small tiles: it writes one while the copy engine reads the other.
     let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, INNER)));
 
-    // Tiles of C in the order in which CTAs take them: down a band of `band` rows of tiles, then to the next column.
-    // A cluster takes neighbouring rows of tiles, and `m_tiles` counts them as one.
-    let find = move |t: Val<'k, u32>, rank: Val<'k, u32>| {
-        let per_batch = m_tiles * n_tiles;
-        let (batch, t) = (t / per_batch, t % per_batch);
-        let per_band = n_tiles * band;
-        let first = t / per_band * band;
-        let height = (m_tiles - first).min(band);
-        let t = t % per_band;
-        let row = (first + t % height).mul_add(cluster, rank) * rows;
-        TileCoord { row, col: t / height * cols, batch }
-    };
-
     k.role("load", Warpgroups(1).registers(40), |w| {
         w.one_thread(|t| {
             let rank = t.cluster_rank();
             t.each(t.cluster(), tiles, t.clusters(), |t, tile| {
-                let at = find(tile, rank);
+                let at = params.find(config, tile, rank);
                 t.each(0, steps, 1, |t, step| {
                     let inner = step * INNER;
                     ring.put(t, |t, stage| {
@@ -207,7 +213,7 @@ where
             w.wait_products(0);
             ring.release(w);
 
-            let at = find(tile, rank);
+            let at = params.find(config, tile, rank);
             // With an odd number of parts, the first part of a tile reuses the buffer of the previous tile's last part.
             let pending = if (cols / INNER).is_multiple_of(2) { 1 } else { 0 };
             for part in 0..cols / INNER {

@@ -27,6 +27,20 @@ pub trait Scores<'k> {
     fn settle(&self, _: &Scope<'k, Group>) {}
 }
 
+/// Rows that a softmax rescales when it raises a maximum: those of the sums of p v.
+pub trait Rescaled<'k> {
+    /// Multiplies each of the thread's rows by its factor.
+    fn rescale_rows(&self, w: &Scope<'k, Group>, factor: &[Val<'k, f32>]);
+}
+
+impl<'k, A: RowView<'k>> Rescaled<'k> for A {
+    fn rescale_rows(&self, _: &Scope<'k, Group>, factor: &[Val<'k, f32>]) {
+        for (i, x) in self.elements().enumerate() {
+            self.set(i, x * factor[A::row_of(i)]);
+        }
+    }
+}
+
 /// Accumulators that hold the exact scores, and the factor that scales them.
 pub struct Settled<'k>(pub Val<'k, f32>);
 
@@ -203,8 +217,14 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
 
     /// Processes a later block and adds to the sums. Products into `o` may still run: this function waits for them, and
     /// returns with `o` in the new scale.
-    pub fn next<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, scores: &mut dyn Scores<'k>)
-    where
+    pub fn next<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &A,
+        p: &Fragment<'k, T>,
+        o: &dyn Rescaled<'k>,
+        scores: &mut dyn Scores<'k>,
+    ) where
         Pair<T>: Word,
     {
         let tau = match self.rescale {
@@ -223,7 +243,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         w: &Scope<'k, Group>,
         s: &A,
         p: &Fragment<'k, T>,
-        o: &A,
+        o: &dyn Rescaled<'k>,
         limit: f32,
         scores: &mut dyn Scores<'k>,
     ) where
@@ -250,14 +270,14 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             let again = self.numerators(s, p, &mut self.settled()).sums;
             parts.iter().zip(again.iter().flatten()).for_each(|(part, &sum)| part.set(sum));
             A::wait(w);
-            scale_rows(o, &alpha);
+            o.rescale_rows(w, &alpha);
         });
         self.sums.iter().flatten().zip(&parts).for_each(|(sum, part)| sum.set(sum.get() + part.get()));
         A::wait(w);
     }
 
     /// Raises the maximum if the block's is larger (by more than `tau` powers of two), and rescales.
-    fn raise<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, tau: Option<f32>)
+    fn raise<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &dyn Rescaled<'k>, tau: Option<f32>)
     where
         Pair<T>: Word,
     {
@@ -278,8 +298,8 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         let bits = made.bits.map(|bits| bits.to_f32_bits());
         A::wait_after(w, &made.sums.iter().flatten().copied().chain(bits).collect::<Vec<_>>());
         match moved {
-            Some(moved) => w.when(moved, |_| scale_rows(o, &alpha)),
-            None => scale_rows(o, &alpha),
+            Some(moved) => w.when(moved, |w| o.rescale_rows(w, &alpha)),
+            None => o.rescale_rows(w, &alpha),
         }
     }
 
@@ -312,12 +332,5 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             }
         };
         Totals { max, sum: (0..A::ROWS).map(sum).collect() }
-    }
-}
-
-/// Multiplies each row by its factor.
-fn scale_rows<'k, A: RowView<'k>>(o: &A, factor: &[Val<'k, f32>]) {
-    for (i, x) in o.elements().enumerate() {
-        o.set(i, x * factor[A::row_of(i)]);
     }
 }

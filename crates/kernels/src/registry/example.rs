@@ -25,6 +25,13 @@ pub enum Example {
         /// Memory layouts of the operands.
         layouts: Layouts,
     },
+    /// A product on data-centre Blackwell (`tcgen05`).
+    TensorProduct {
+        /// Element type.
+        number: Number,
+        /// Memory layouts of the operands.
+        layouts: Layouts,
+    },
     /// A kernel of attention.
     Attention {
         /// The problem, except lengths, batch and heads.
@@ -103,6 +110,7 @@ impl AttentionExample {
     pub fn plan(&self, problem: &Problem, part: AttentionPart) -> Result<ForwardPlan, NoKernel> {
         let plan = match part {
             AttentionPart::ForwardSync => ForwardPlan::mma_sync(problem, None, &ConfigTable::default()),
+            AttentionPart::ForwardTensor => ForwardPlan::tcgen05(problem, None, &ConfigTable::default()),
             _ => ForwardPlan::new(problem, None),
         };
         Ok(if problem.has_sinks() { plan?.with_sinks(DType::F32) } else { plan? })
@@ -116,6 +124,8 @@ pub enum AttentionPart {
     Forward,
     /// Forward attention on every GPU since Ampere (`mma.sync`).
     ForwardSync,
+    /// Forward attention on data-centre Blackwell (`tcgen05`).
+    ForwardTensor,
     /// Forward attention with few queries (decode).
     Decode,
     /// A launch of the gradients on Hopper (`wgmma`), by its index in the plan.

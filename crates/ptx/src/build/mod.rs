@@ -46,6 +46,8 @@ pub struct Builder {
     /// The Rust line to attribute instructions to, if it is not the caller's.
     place: Cell<Option<&'static Location<'static>>>,
     state: RefCell<State>,
+    /// Columns of tensor memory in use, the shared-memory offset of their address, and the Rust line that asked first.
+    pub(crate) tensor: Cell<Option<(u32, u32, &'static Location<'static>)>>,
 }
 
 #[derive(Default)]
@@ -120,6 +122,7 @@ impl Kernel {
             cluster: Cell::new(1),
             place: Cell::new(None),
             state: RefCell::new(State { blocks: vec![Vec::new()], barriers: 1, ..State::default() }),
+            tensor: Cell::new(None),
         };
         f(&k);
         k.finish()
@@ -409,6 +412,7 @@ impl Builder {
         if !roles.is_empty() {
             self.dispatch(roles, entry);
         }
+        self.end_tensor_memory();
         let state = self.state.into_inner();
         if let Some(error) = state.errors.into_iter().next() {
             return Err(error);
@@ -452,6 +456,7 @@ impl Builder {
             };
             state.mbarriers.iter().map(|bar| (bar.offset, count(bar.count), bar.at)).collect()
         };
+        self.start_tensor_memory();
         if let Some(&(_, _, at)) = inits.first() {
             self.placed(at, || self.start_these(&inits));
         }

@@ -367,6 +367,22 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
     }
 }
 
+impl<'k> Scope<'k, WarpRole> {
+    /// Runs `f` in one thread of a role of one warp, the same each time. Registers that `f` changes are not changed in
+    /// the other threads.
+    #[track_caller]
+    pub fn elected(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
+        let at = Location::caller();
+        let warps = self.k.role_warps().1;
+        if warps != 1 {
+            self.k.refuse(format!("one thread of a role of {warps} warps, allowed: 1; use one_thread"));
+        }
+        let (d, elected) = Val::<bool>::fresh(self.k);
+        self.k.placed(at, || self.k.emit(&warp::ELECT, [d]));
+        self.when(elected, |_| f(&Scope::new(self.k)));
+    }
+}
+
 impl<'k> Scope<'k, Block> {
     /// Synchronises all threads of the CTA.
     #[track_caller]

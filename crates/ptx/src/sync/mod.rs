@@ -8,6 +8,7 @@ mod copy_ring;
 mod double_tile;
 pub(crate) mod pipe;
 mod stage;
+mod tensor_ring;
 mod token_ring;
 mod zeros;
 
@@ -17,5 +18,6 @@ pub use cluster::{ClusterBroadcast, PeerTiles};
 pub use copy_ring::{CopyRing, GlobalRows};
 pub use double_tile::DoubleTile;
 pub use pipe::{Filling, Mailbox, Numbers, Pipe};
+pub use tensor_ring::{TensorRing, Which};
 pub use token_ring::TokenRing;
 pub use zeros::Zeros;

@@ -3,12 +3,12 @@
 //! A stage of a ring has two mbarriers: `full` signals that it may be read, `empty` counts the warps that are done with
 //! it. Each role's cursor (stage and parity) lives in registers that only this module handles.
 
-use crate::build::{Builder, Count, Group, GroupBarrier, Pointer, Scope, Thread, Val, Var, Who, WholeWarps};
+use crate::build::{Builder, Count, Group, GroupBarrier, Pointer, Scope, Thread, Val, Var, WarpRole, Who, WholeWarps};
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
 use crate::product::{Swizzle, TileShape};
 use crate::sync::stage::stage_layout;
-use crate::table::{bytes, mbarrier, memory};
+use crate::table::{bytes, mbarrier, memory, tcgen05};
 use crate::tile::{Tensor, Tile};
 use std::panic::Location;
 
@@ -111,6 +111,19 @@ impl<'k> Ring<'k> {
         let cursor = self.cursor(side);
         w.sync_warp();
         self.tell_empty(w, cursor[0].now());
+        self.advance(cursor);
+    }
+
+    /// Gives back the stage at this side's cursor when all products of the warp's thread are complete, and advances.
+    #[track_caller]
+    fn give_back_with_products(&self, w: &Scope<'k, WarpRole>, side: &'static str) {
+        self.k.pipe_emptied(self.id);
+        let cursor = self.cursor(side);
+        let empty = self.barrier(self.empty, cursor[0].now());
+        let at = Location::caller();
+        w.elected(|t| {
+            t.k.placed(at, || t.k.emit(&tcgen05::COMMIT, [Arg::Address(Base::Reg(empty.in_register()), 0)]));
+        });
         self.advance(cursor);
     }
 
@@ -452,6 +465,21 @@ impl<'k> Pipe<'k> {
     #[track_caller]
     pub fn release<W: WholeWarps>(&self, w: &Scope<'k, W>) {
         self.ring.give_back(w, "release");
+    }
+}
+
+impl<'k> Pipe<'k> {
+    /// Gives back the stage that was waited for, once the products that one thread of the warp has started are complete.
+    #[track_caller]
+    pub fn done_with_products(&self, w: &Scope<'k, WarpRole>) {
+        self.ring.give_back_with_products(w, "take");
+    }
+
+    /// Gives back the oldest stage that the role holds, once the products that one thread of the warp has started are
+    /// complete.
+    #[track_caller]
+    pub fn release_with_products(&self, w: &Scope<'k, WarpRole>) {
+        self.ring.give_back_with_products(w, "release");
     }
 }
 

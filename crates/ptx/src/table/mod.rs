@@ -13,20 +13,13 @@
 //!
 //! # What Blackwell will bring
 //!
-//! No Blackwell instruction is in the table yet. The existing design accommodates them:
+//! [`tcgen05`] has products of 16-bit elements by one CTA. Still to come, within the same design:
 //!
 //! - `f32x2` arithmetic, three-input `max`, 256-bit loads: ordinary rows, with registers of class
 //!   [`B64`](crate::inst::Class::B64) for pairs of floats, words `.v8` for vectors, and `needs` of sm_100. The rows of
 //!   Hopper stay: a kernel chooses by its target, and the verifier rejects instructions that a target lacks.
-//! - `tcgen05.mma`, `ld`, `st`, `cp`: tensor memory is one more [`Space`](crate::inst::Space) with 32-bit addresses
-//!   (lane above column). A product is handed to the machine as a value, like `wgmma`'s. Its accumulator is a place
-//!   instead of registers, and it completes with an mbarrier arrival ([`Done`](crate::machine::Done)) named by
-//!   `commit`, not with a group. One thread starts it ([`Together::Thread`]); `ld`, `st`, `alloc` and `dealloc` belong
-//!   to a warp.
-//! - `tcgen05` fences and waits: one more [`Fence`](crate::machine::Fence) and one more
-//!   [`Queue`](crate::machine::Queue).
+//! - `tcgen05` of CTA pairs, of other element types and of block scales; `cp` and `shift`.
 //! - `clusterlaunchcontrol`: a transfer of 16 bytes that completes on an mbarrier.
-//! - Instructions of `a` targets: [`Archs::Only`](crate::inst::Archs::Only) lists the architectures that have a row.
 
 pub mod atomic;
 pub mod bulk;
@@ -39,6 +32,7 @@ pub mod logic;
 pub mod mbarrier;
 pub mod memory;
 pub mod sync;
+pub mod tcgen05;
 pub mod tensor;
 pub mod warp;
 
@@ -61,6 +55,7 @@ pub static INSTS: &[&[&Inst]] = &[
     bulk::ROWS,
     bytes::ROWS,
     tensor::ROWS,
+    tcgen05::ROWS,
 ];
 
 /// All rows in one list.

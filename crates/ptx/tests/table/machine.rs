@@ -11,6 +11,7 @@ use fulgurite_ptx::machine::{
 };
 use fulgurite_ptx::model;
 use fulgurite_ptx::product::Product;
+use fulgurite_ptx::tcgen05::TensorAction;
 use std::collections::HashMap;
 use std::panic::Location;
 
@@ -51,6 +52,9 @@ pub struct Warp {
     /// Copies and products that one warp cannot do.
     pub transfers: Vec<Transfer>,
     pub products: Vec<Product>,
+    /// What was done with tensor memory, and its cells, by address.
+    pub actions: Vec<(u32, TensorAction)>,
+    pub tensor: HashMap<u32, u32>,
     pub trapped: u32,
     pub block: u32,
     registers: HashMap<Reg, [Option<u64>; WARP as usize]>,
@@ -237,6 +241,22 @@ impl Machine for Warp {
     fn product(&mut self, what: Product) {
         self.products.push(what);
     }
+    fn tensor(&mut self, lane: u32, what: TensorAction) {
+        self.actions.push((lane, what));
+    }
+    fn tensor_load(&mut self, from: &[u32; WARP as usize], to: &[Reg]) {
+        for (lane, (column, &reg)) in lanes(self.active).flat_map(|lane| (0..).zip(to).map(move |to| (lane, to))) {
+            let cell = self.tensor.get(&(from[lane as usize] + column)).copied().unwrap_or(0);
+            self.set(lane, reg, cell.into());
+        }
+    }
+    fn tensor_store(&mut self, to: &[u32; WARP as usize], from: &[Reg]) {
+        for (lane, (column, &reg)) in lanes(self.active).flat_map(|lane| (0..).zip(from).map(move |from| (lane, from)))
+        {
+            let bits = self.get(lane, reg) as u32;
+            self.tensor.insert(to[lane as usize] + column, bits);
+        }
+    }
     fn group(&mut self, _: u32, queue: Queue, what: Group) {
         self.groups.push((queue, what));
     }
@@ -308,6 +328,11 @@ pub fn execute(warp: &mut Warp, inst: &'static Inst, given: &[Given]) -> Vec<[u6
                 let regs = registers.some(class, *n);
                 results.extend(&regs);
                 Arg::List(regs)
+            }
+            (Kind::TensorAddress, Given::At(values)) => {
+                let reg = registers.one(Class::B32);
+                fill(warp, reg, values);
+                Arg::Address(Base::Reg(reg), 0)
             }
             (Kind::Address(space), Given::At(values)) => {
                 let reg = registers.one(if space == Space::Global { Class::B64 } else { Class::B32 });

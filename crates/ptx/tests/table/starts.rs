@@ -6,7 +6,8 @@ use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::{Arg, Base, Class, Effect, Inst, Reg, Space};
 use fulgurite_ptx::machine::{Done, Machine, MemoryAddress, Queue, Reduction, Transfer};
 use fulgurite_ptx::product::{Left, Major};
-use fulgurite_ptx::table::{self, bulk, bytes, tensor};
+use fulgurite_ptx::table::{self, bulk, bytes, tcgen05, tensor};
+use fulgurite_ptx::tcgen05::{Side, TensorAction, TensorLeft, TensorProduct};
 
 const TILE: u64 = SHARED as u64 + 1024;
 const BAR: u64 = SHARED as u64 + 8;
@@ -127,6 +128,44 @@ fn products_of_warpgroups() {
     assert_eq!((got.numbers, got.a, got.b), ([Number::F16; 3], Left::Tile(11, Major::Inner), (22, Major::Outer)));
     let got = run(&tensor::WGMMA_F16_RS, &[d(16), d(4), same(22), same(0), n(64), n(1)]);
     assert_eq!(got.b, (22, Major::Outer));
+}
+
+#[test]
+fn tensor_memory() {
+    let mut warp = Warp::new(0, 4096);
+    warp.active = 1 << 7;
+    let n = Given::Number;
+    let bar = place(Space::Cluster, BAR);
+    execute(&mut warp, &tcgen05::ALLOC, &[at(TILE), n(64)]);
+    execute(&mut warp, &tcgen05::RELINQUISH, &[]);
+    execute(&mut warp, &tcgen05::MMA_SS, &[at(0x40), same(11), same(22), same(33), same(0)]);
+    execute(&mut warp, &tcgen05::MMA_TS, &[at(0x40), at(0x20), same(22), same(33), same(1)]);
+    execute(&mut warp, &tcgen05::COMMIT, &[at(BAR)]);
+    execute(&mut warp, &tcgen05::FENCE, &[Given::Word("after")]);
+    execute(&mut warp, &tcgen05::DEALLOC, &[same(0x40), n(64)]);
+    let product = |a, onto| TensorAction::Multiply(TensorProduct { d: 0x40, a, b: 22, shape: 33, onto });
+    let want = [
+        TensorAction::Allocate { to: place(Space::Shared, TILE), columns: 64 },
+        TensorAction::Relinquish,
+        product(TensorLeft::Tile(11), false),
+        product(TensorLeft::Memory(0x20), true),
+        TensorAction::Commit(bar),
+        TensorAction::Fence(Side::After),
+        TensorAction::Free { address: 0x40, columns: 64 },
+    ];
+    assert_eq!(warp.actions, want.map(|action| (7, action)));
+}
+
+#[test]
+fn columns_of_tensor_memory() {
+    let mut warp = Warp::new(0, 0);
+    let row = |first: u64| std::array::from_fn(|lane| first + lane as u64);
+    execute(&mut warp, &tcgen05::ST, &[at(0x10), Given::List(vec![row(100), row(200)]), Given::Number(2)]);
+    execute(&mut warp, &tcgen05::WAIT_ST, &[]);
+    let got = execute(&mut warp, &tcgen05::LD, &[Given::Room(2), at(0x10), Given::Number(2)]);
+    // The test's machine has one lane for all.
+    assert_eq!(got, [[131; 32], [231; 32]]);
+    assert_eq!(warp.actions, [(0, TensorAction::WaitStores)]);
 }
 
 fn fill(warp: &mut Warp, reg: Reg, f: impl Fn(u32) -> u64) {

@@ -47,7 +47,7 @@ fn choices(kind: Kind, flow: Flow) -> Vec<Choice> {
         Kind::ListOrTile(class) => lists(class).chain([Choice::Reg(Class::B64)]).collect(),
         Kind::Address(Space::Param) => vec![Choice::Parameter],
         Kind::Address(Space::Global) => vec![Choice::Address(Class::B64)],
-        Kind::Address(_) => vec![Choice::Address(Class::B32)],
+        Kind::Address(_) | Kind::TensorAddress => vec![Choice::Address(Class::B32)],
         Kind::Number(allowed) => {
             let some = |n: &u64, first, last| *n == first || *n == last || [64, 128].contains(n);
             let ends = allowed.iter().flat_map(|s| s.all().filter(move |n| some(n, s.first, s.last)));

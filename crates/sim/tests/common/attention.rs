@@ -4,10 +4,10 @@ use super::{Random, download, upload};
 use fulgurite_core::compare::{self, Verdict};
 use fulgurite_core::{DType, Forward, Inputs, Mask, Problem, Rescale, Tensor};
 use fulgurite_kernels::attention::forward::plan::{
-    ConfigTable, DeviceTensor, ForwardConfig, ForwardPlan, SyncConfig, Tensors,
+    ConfigTable, DeviceTensor, ForwardConfig, ForwardPlan, SyncConfig, TensorConfig, Tensors,
 };
 use fulgurite_ptx::device::{Device, DeviceError, Stream};
-use fulgurite_ptx::{Kernel, Target, bf16};
+use fulgurite_ptx::{Arch, Kernel, Target, TensorUnit, bf16};
 use fulgurite_sim::Sim;
 use std::sync::Arc;
 
@@ -24,8 +24,8 @@ pub struct Case {
     pub blocks: u32,
     /// Another tile configuration than the library's.
     pub config: Option<&'static str>,
-    /// Whether `mma.sync` multiplies, as on an A100; otherwise `wgmma`, as on an H200.
-    pub sync: bool,
+    /// The unit that multiplies: `mma.sync` as on an A100, `wgmma` as on an H200, or `tcgen05` as on a B200.
+    pub unit: TensorUnit,
 }
 
 impl Case {
@@ -44,7 +44,14 @@ impl Case {
     /// How the library would run it: head dimensions above 128 do not join tiles, those above 64 pass turns early.
     pub fn plan(&self) -> ForwardPlan {
         let problem = self.problem();
-        if self.sync {
+        if self.unit == TensorUnit::Tcgen05 {
+            let table = match self.config {
+                Some(text) => ConfigTable::of(text.parse::<TensorConfig>().unwrap()),
+                None => ConfigTable::default(),
+            };
+            return ForwardPlan::tcgen05(&problem, Some(self.rescale), &table).unwrap();
+        }
+        if self.unit == TensorUnit::MmaSync {
             let plan = ForwardPlan::mma_sync(&problem, Some(self.rescale), &ConfigTable::default()).unwrap();
             return plan.with_sync_config(|usual| match self.config {
                 Some(text) => SyncConfig { rescale: usual.rescale, ..text.parse().unwrap() },
@@ -59,7 +66,12 @@ impl Case {
 
     /// Its kernel.
     pub fn kernel(&self) -> Kernel {
-        self.plan().kernel(if self.sync { Target::AMPERE } else { Target::HOPPER }).unwrap()
+        let target = match self.unit {
+            TensorUnit::MmaSync => Target::AMPERE,
+            TensorUnit::Wgmma => Target::HOPPER,
+            TensorUnit::Tcgen05 => Target::new(Arch::SM_100A),
+        };
+        self.plan().kernel(target).unwrap()
     }
 
     /// Runs the kernel, or one that was made of it; the verdicts on o and on the LSE.
@@ -110,5 +122,5 @@ pub const BASE: Case = Case {
     rescale: Rescale::Always,
     blocks: 1,
     config: None,
-    sync: false,
+    unit: TensorUnit::Wgmma,
 };

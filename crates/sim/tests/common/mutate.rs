@@ -101,6 +101,15 @@ pub fn drop(kernel: Kernel, row: &str, n: usize) -> Kernel {
     nth(kernel, row, n, |_| Fate::Drop)
 }
 
+/// Without any use of a row.
+pub fn drop_all(mut kernel: Kernel, row: &str) -> Kernel {
+    each_mut(&mut kernel.body, &mut |stmt| match stmt {
+        Stmt::Op(op) if op.inst.name == row => Fate::Drop,
+        _ => Fate::Keep,
+    });
+    kernel
+}
+
 /// With another constant, or another offset of an address, at operand `i` of the `n`-th use of a row.
 pub fn change(kernel: Kernel, row: &str, n: usize, i: usize, f: impl Fn(u64) -> u64) -> Kernel {
     nth(kernel, row, n, |op| {

@@ -4,6 +4,7 @@ use crate::attention::compute::Rings;
 use crate::attention::forward::call::ForwardCall;
 use crate::attention::forward::config::{End, ForwardConfig};
 use crate::attention::forward::features::Features;
+use crate::attention::forward::load::Loading;
 use crate::attention::forward::params::ForwardParams;
 use crate::attention::forward::tiling::Tiling;
 use crate::attention::source::{Interval, KeySource, Listed};
@@ -22,6 +23,13 @@ pub(super) fn tiled(features: &Features, config: ForwardConfig) -> (ForwardConfi
         _ => config,
     };
     (config, Tiling::new(features, &config))
+}
+
+/// Tiles in which q, k, v and o move.
+pub(super) fn shapes<T: Half>(features: &Features, config: &ForwardConfig, tiling: &Tiling) -> [TileShape; 4] {
+    let ([d, dv], cols) = ([features.dims[0], tiling.columns], config.cols);
+    let shapes = [(64, d), (cols, d), (cols, dv), (64, config.parts(dv)[0])];
+    shapes.map(|(rows, cols)| TileShape::new(T::NUMBER, rows, cols))
 }
 
 /// The kernel under construction: parameters and shared memory.
@@ -48,7 +56,7 @@ where
     pub fn new(p: &Params<'k, ForwardCall>, features: &'a Features, config: ForwardConfig) -> Self {
         let k = p.builder();
         let (config, tiling) = tiled(features, config);
-        let params = ForwardParams::declare(p, features, &config, &tiling);
+        let params = ForwardParams::declare(p, features, config.cols, shapes::<T>(features, &config, &tiling));
         let spans = Spans::of(&features.mask);
         let (d, dv) = (features.dims[0], tiling.columns);
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
@@ -77,6 +85,29 @@ where
         match &self.params.lists {
             Some(lists) => Box::new(Listed { lists, sequences, cols }),
             None => Box::new(Interval { spans: &self.spans, sequences, cols }),
+        }
+    }
+
+    /// What the loading thread loads, and where.
+    pub fn loading(&self) -> Loading<'_, 'k> {
+        let params = &self.params;
+        Loading {
+            tickets: &self.tickets,
+            counters: params.counters,
+            sequences: &params.sequences,
+            bands: params.bands.as_ref(),
+            heads: params.heads,
+            group: params.group,
+            q: params.q,
+            keys: params.keys,
+            values: params.values,
+            rings: &self.rings,
+            spans: &self.spans,
+            work_shape: self.work_shape,
+            tiling: self.tiling,
+            q_rows: 64,
+            cols: self.config.cols,
+            tags_ride: true,
         }
     }
 }

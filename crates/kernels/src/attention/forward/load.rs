@@ -3,16 +3,45 @@
 //! The thread draws tickets from a counter, announces each tile to the compute role, and runs ahead as far as the rings
 //! allow. Within a tile it loads in the order of use: k of a block before v of the previously loaded block.
 
-use crate::attention::forward::construction::ForwardKernel;
+use crate::attention::compute::Rings;
 use crate::attention::forward::tiles::{FoundTile, TileParams, Tiles};
+use crate::attention::forward::tiling::Tiling;
 use crate::attention::source::{KeyBlock, KeySource, TileQueries};
 use crate::parts::block_lists::Tag;
-use crate::parts::schedule::{Of, Work, WorkVars};
-use fulgurite_ptx::{Half, Pair, Scope, Thread, Val, Var, Word};
+use crate::parts::mask::Spans;
+use crate::parts::schedule::{Equal, Of, Shape, Work, WorkVars};
+use crate::parts::sequences::Sequences;
+use fulgurite_ptx::{Divisor, Mailbox, Pointer, Scope, Tensor, Thread, Val, Var};
+
+/// What a kernel loads, and where.
+pub(super) struct Loading<'a, 'k> {
+    /// Tiles that the thread announces to the other roles.
+    pub tickets: &'a Mailbox<'k>,
+    pub counters: Pointer<'k, u32>,
+    pub sequences: &'a Sequences<'k>,
+    /// Tile order of a batch of equal sequences.
+    pub bands: Option<&'a Equal<'k>>,
+    pub heads: Divisor<'k>,
+    /// Query heads per key/value head.
+    pub group: Divisor<'k>,
+    pub q: Tensor<'k>,
+    pub keys: Tensor<'k>,
+    pub values: Tensor<'k>,
+    pub rings: &'a Rings<'k>,
+    pub spans: &'a Spans,
+    pub work_shape: Shape,
+    pub tiling: Tiling,
+    /// Rows per tile of q.
+    pub q_rows: u32,
+    /// Keys per block.
+    pub cols: u32,
+    /// Whether the tags of blocks pass through the ring of keys.
+    pub tags_ride: bool,
+}
 
 /// The loading thread.
-pub(super) struct Load<'a, 'k, T> {
-    kernel: &'a ForwardKernel<'a, 'k, T>,
+pub(super) struct Load<'a, 'k> {
+    kernel: Loading<'a, 'k>,
     source: &'a dyn KeySource<'k>,
     tiles: Box<dyn Tiles<'k, Thread> + 'a>,
     /// The tile whose keys are being loaded.
@@ -25,16 +54,12 @@ pub(super) struct Load<'a, 'k, T> {
     tag: Option<Var<'k, u32>>,
 }
 
-impl<'a, 'k, T: Half> Load<'a, 'k, T>
-where
-    Pair<T>: Word,
-{
-    pub fn new(t: &Scope<'k, Thread>, kernel: &'a ForwardKernel<'a, 'k, T>, source: &'a dyn KeySource<'k>) -> Self {
+impl<'a, 'k> Load<'a, 'k> {
+    pub fn new(t: &Scope<'k, Thread>, kernel: Loading<'a, 'k>, source: &'a dyn KeySource<'k>) -> Self {
         let kv_head = t.var(0u32);
         let now = WorkVars::new(t, kernel.work_shape);
-        let spans = (!source.tagged()).then_some(&kernel.spans);
-        let params = &kernel.params;
-        let tiles = TileParams { sequences: &params.sequences, bands: params.bands.as_ref(), heads: params.heads };
+        let spans = (!source.tagged()).then_some(kernel.spans);
+        let tiles = TileParams { sequences: kernel.sequences, bands: kernel.bands, heads: kernel.heads };
         let tiles = tiles.tiles(t, kernel.tiling.rows, spans);
         let n = t.var(0u32);
         let tag = source.tagged().then(|| t.var(0u32));
@@ -56,7 +81,7 @@ where
         self.first_tile(t);
         t.repeat(|t, leave| {
             // Draw the ticket early to hide its latency: it is needed only after this tile's loads.
-            let ticket = self.kernel.params.counters.fetch_add(t, 0, 1);
+            let ticket = self.kernel.counters.fetch_add(t, 0, 1);
             let (work, head) = (self.now.get(), self.kv_head.get());
             self.later_blocks(t, &work, head);
             let last = KeyBlock { n: work.blocks[0], tag: self.carried() };
@@ -140,7 +165,7 @@ where
     /// The CTA that draws the last ticket resets the counter. Each CTA draws one ticket per tile: its first tile is its
     /// own index, and its last ticket finds no tile.
     fn reset(&self, t: &Scope<'k, Thread>, ticket: Val<'k, u32>, total: Val<'k, u32>) {
-        t.when(ticket.eq(total - 1), |t| self.kernel.params.counters.store(t, 0, 0));
+        t.when(ticket.eq(total - 1), |t| self.kernel.counters.store(t, 0, 0));
     }
 
     /// A tile and its key blocks.
@@ -156,7 +181,7 @@ where
     /// Announces a tile to the compute role.
     fn begin(&self, t: &Scope<'k, Thread>, work: Work<'k>) {
         self.now.set(work);
-        self.kv_head.set(self.kernel.params.group.div_rem(work.head)[0]);
+        self.kv_head.set(self.kernel.group.div_rem(work.head)[0]);
         self.kernel.tickets.put(t, &work.message());
         self.n.set(work.blocks[1] - 1);
     }
@@ -174,34 +199,33 @@ where
     }
 
     fn load_q(&self, t: &Scope<'k, Thread>, work: &Work<'k>) {
-        let params = &self.kernel.params;
         self.kernel.rings.queries.put(t, |t, stage| {
             for g in 0..self.kernel.tiling.q_tiles {
-                let (zero, row) = (t.constant(0u32), work.row + 64 * g);
-                let at = params.sequences.at(work, Of::Q, zero, row, work.head);
-                stage.load(t, stage.tile(g as usize), &params.q, &at);
+                let (zero, row) = (t.constant(0u32), work.row + self.kernel.q_rows * g);
+                let at = self.kernel.sequences.at(work, Of::Q, zero, row, work.head);
+                stage.load(t, stage.tile(g as usize), &self.kernel.q, &at);
             }
         });
     }
 
     fn load_k(&self, t: &Scope<'k, Thread>, block: KeyBlock<'k>, head: Val<'k, u32>, work: &Work<'k>) {
-        let key = block.first_key(self.kernel.config.cols);
+        let key = block.first_key(self.kernel.cols);
         let at = self.source.coordinates(work, Of::K, t.constant(0u32), key, head);
-        let (ring, keys) = (&self.kernel.rings.keys, &self.kernel.params.keys);
-        match block.tag {
+        let (ring, keys) = (&self.kernel.rings.keys, &self.kernel.keys);
+        match block.tag.filter(|_| self.kernel.tags_ride) {
             Some(tag) => ring.put_tagged(t, tag.0, |t, stage| stage.load(t, stage.tile(0), keys, &at)),
             None => ring.put(t, |t, stage| stage.load(t, stage.tile(0), keys, &at)),
         }
     }
 
     fn load_v(&self, t: &Scope<'k, Thread>, block: KeyBlock<'k>, head: Val<'k, u32>, work: &Work<'k>) {
-        let key = block.first_key(self.kernel.config.cols);
+        let key = block.first_key(self.kernel.cols);
         let tiling = &self.kernel.tiling;
         self.kernel.rings.values.put(t, |t, stage| {
             for g in 0..tiling.v_tiles {
                 let column = t.constant(tiling.columns * g);
                 let at = self.source.coordinates(work, Of::V, column, key, head);
-                stage.load(t, stage.tile(g as usize), &self.kernel.params.values, &at);
+                stage.load(t, stage.tile(g as usize), &self.kernel.values, &at);
             }
         });
     }

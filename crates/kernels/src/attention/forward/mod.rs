@@ -18,6 +18,7 @@ mod load;
 pub mod mma_sync;
 mod params;
 pub mod plan;
+pub mod tcgen05;
 mod tiles;
 pub(crate) mod tiling;
 
@@ -26,7 +27,7 @@ pub use crate::attention::forward::features::Features;
 use crate::attention::forward::call::ForwardCall;
 use crate::attention::forward::compute::ComputeRole;
 use crate::attention::forward::config::ForwardConfig;
-use crate::attention::forward::construction::{ForwardKernel, tiled};
+use crate::attention::forward::construction::{ForwardKernel, shapes, tiled};
 use crate::attention::forward::load::Load;
 use crate::attention::forward::params::ForwardParams;
 use crate::params::{Bindings, Params, Program};
@@ -45,7 +46,7 @@ where
 pub(crate) fn bindings(features: &Features, config: ForwardConfig) -> Bindings<ForwardCall> {
     let (config, tiling) = tiled(features, config);
     Bindings::declared(|p| {
-        ForwardParams::<bf16>::declare(p, features, &config, &tiling);
+        ForwardParams::<bf16>::declare(p, features, config.cols, shapes::<bf16>(features, &config, &tiling));
     })
 }
 
@@ -57,7 +58,7 @@ where
     let source = kernel.source();
     let [compute, load] = config.registers;
     p.builder().role("load", Warpgroups(1).registers(load), |w| {
-        w.one_thread(|t| Load::new(t, &kernel, &*source).run(t));
+        w.one_thread(|t| Load::new(t, kernel.loading(), &*source).run(t));
     });
     p.builder().role("compute", Warpgroups(config.groups).registers(compute), |w| {
         ComputeRole::run(w, &kernel, &*source);

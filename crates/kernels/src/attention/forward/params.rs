@@ -1,10 +1,8 @@
 //! The parameters of the forward kernel, each with its launch argument.
 
 use crate::attention::forward::call::ForwardCall;
-use crate::attention::forward::config::ForwardConfig;
 use crate::attention::forward::features::Features;
 use crate::attention::forward::mma_sync::params::Rows;
-use crate::attention::forward::tiling::Tiling;
 use crate::params::Params;
 use crate::parts::block_lists::Lists;
 use crate::parts::modifier::{Parameters, Sinks};
@@ -19,6 +17,16 @@ pub(super) enum OutputMemory<'k> {
     Copied(Tensor<'k>),
     /// f32 elements, which threads store.
     F32(Rows<'k>),
+}
+
+impl<'k> OutputMemory<'k> {
+    /// O of 16-bit elements. A plan refuses f32 ones before it builds a kernel that calls this.
+    pub fn copied(&self) -> &Tensor<'k> {
+        match self {
+            OutputMemory::Copied(o) => o,
+            OutputMemory::F32(_) => panic!("bug in fulgurite: a kernel without f32 results is built for them"),
+        }
+    }
 }
 
 /// The kernel's parameters.
@@ -49,16 +57,16 @@ impl<'k, T: Half> ForwardParams<'k, T>
 where
     Pair<T>: Word,
 {
-    pub fn declare(p: &Params<'k, ForwardCall>, features: &Features, config: &ForwardConfig, tiling: &Tiling) -> Self {
-        let (d, dv, ragged) = (features.dims[0], tiling.columns, features.ragged);
-        let part = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
+    /// Declares them for key blocks of `cols` keys; `shapes` are the tiles in which q, k, v and o move.
+    pub fn declare(p: &Params<'k, ForwardCall>, features: &Features, cols: u32, shapes: [TileShape; 4]) -> Self {
+        let ragged = features.ragged;
         let rank = Sequences::rank(ragged);
-        let q = p.tensor("q", part(64, d), rank, |call| call.q.span());
-        let keys = p.tensor("k", part(config.cols, d), rank, |call| call.k.span());
-        let values = p.tensor("v", part(config.cols, dv), rank, |call| call.v.span());
+        let q = p.tensor("q", shapes[0], rank, |call| call.q.span());
+        let keys = p.tensor("k", shapes[1], rank, |call| call.k.span());
+        let values = p.tensor("v", shapes[2], rank, |call| call.v.span());
         let o = match features.results.is_f32() {
             true => OutputMemory::F32(Rows::declare(p, "o", Of::O, |call| &call.o)),
-            false => OutputMemory::Copied(p.tensor("o", part(64, config.parts(dv)[0]), rank, |call| call.o.span())),
+            false => OutputMemory::Copied(p.tensor("o", shapes[3], rank, |call| call.o.span())),
         };
         let lse = p.pointer("lse", |call| call.results.lse);
         let counters = p.pointer("counters", |call| call.common.counters);
@@ -68,7 +76,7 @@ where
         let scale = p.f32("scale", |call| call.common.scale);
         let sequences = Sequences::declare(p, ragged, |call| call.common.dense(), |call| call.common.ragged());
         let bands = (!ragged.any()).then(|| Equal::declare(p, |call| call.bands()));
-        let lists = features.blocks.map(|blocks| Lists::declare(p, blocks, config.cols, |call| call.lists()));
+        let lists = features.blocks.map(|blocks| Lists::declare(p, blocks, cols, |call| call.lists()));
         let modifiers = Parameters::declare(p, &features.modifiers, |call| &call.common.aux);
         let sinks = features.sinks.map(|dtype| Sinks::declare(p, dtype, |call| call.results.sinks()));
         let nonfinite = features.hides_elements().then(|| NonfinitePath::declare(p, |call| call.common.plain()));

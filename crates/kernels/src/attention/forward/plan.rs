@@ -9,8 +9,10 @@ pub use crate::attention::forward::facts::BlockForm;
 pub(crate) use crate::attention::forward::facts::row_major;
 use crate::attention::forward::facts::{Facts, keys_seen};
 pub use crate::attention::forward::mma_sync::config::SyncConfig;
+use crate::attention::forward::tcgen05::config::MOST;
+pub use crate::attention::forward::tcgen05::config::TensorConfig;
 use crate::attention::forward::tiling::Tiling;
-use crate::attention::forward::{self, Features, mma_sync};
+use crate::attention::forward::{self, Features, mma_sync, tcgen05};
 use crate::configs;
 pub use crate::configs::{ConfigError, TileConfig};
 pub use crate::no_kernel::NoKernel;
@@ -48,6 +50,7 @@ enum Family {
         decode: Option<Box<DecodePlan>>,
     },
     MmaSync(SyncConfig),
+    Tcgen05(TensorConfig),
 }
 
 impl ForwardPlan {
@@ -87,11 +90,29 @@ impl ForwardPlan {
         Ok(ForwardPlan { facts, family: Family::MmaSync(config) })
     }
 
+    /// Plans a problem for `tcgen05`, which data-centre Blackwell has.
+    pub fn tcgen05(
+        problem: &Problem,
+        rescale: Option<Rescale>,
+        table: &ConfigTable<TensorConfig>,
+    ) -> Result<ForwardPlan, NoKernel> {
+        let (facts, config) = Facts::of(problem, rescale, table)?;
+        let missing = |what: String| Err(NoKernel { feature: format!("{what} by tcgen05") });
+        if facts.features.dims.iter().any(|d| *d > MOST) {
+            let [d, dv] = facts.dims;
+            return missing(format!("head dims {d} and {dv} (it has up to {MOST})"));
+        }
+        if let exp @ Exp::Sas { .. } = facts.features.exp {
+            return missing(format!("exp {exp}"));
+        }
+        Ok(ForwardPlan { facts, family: Family::Tcgen05(config) })
+    }
+
     /// The plan of the decode kernel, if it handles the call.
     pub(crate) fn decode(&self) -> Option<&DecodePlan> {
         match &self.family {
             Family::Wgmma { decode, .. } => decode.as_deref(),
-            Family::MmaSync(_) => None,
+            Family::MmaSync(_) | Family::Tcgen05(_) => None,
         }
     }
 
@@ -116,7 +137,8 @@ impl ForwardPlan {
         }
         match &mut self.family {
             Family::Wgmma { decode, .. } if results.is_f32() => *decode = None,
-            Family::Wgmma { .. } | Family::MmaSync(_) => {}
+            Family::Tcgen05(_) if results.is_f32() => return missing("by tcgen05"),
+            Family::Wgmma { .. } | Family::MmaSync(_) | Family::Tcgen05(_) => {}
         }
         self.facts.features.results = results;
         Ok(self)
@@ -146,18 +168,26 @@ impl ForwardPlan {
         self.facts.blocks.map(|blocks| blocks.form)
     }
 
-    /// The tile configuration of the `wgmma` kernel; `None` if `mma.sync` runs the call. The decode kernel has its own.
+    /// The tile configuration of the `wgmma` kernel; `None` if another unit runs the call. The decode kernel has its own.
     pub fn config(&self) -> Option<ForwardConfig> {
         match self.family {
             Family::Wgmma { config, .. } => Some(config),
-            Family::MmaSync(_) => None,
+            Family::MmaSync(_) | Family::Tcgen05(_) => None,
+        }
+    }
+
+    /// The tile configuration of the `tcgen05` kernel, if that runs the call.
+    pub fn tensor_config(&self) -> Option<TensorConfig> {
+        match self.family {
+            Family::Wgmma { .. } | Family::MmaSync(_) => None,
+            Family::Tcgen05(config) => Some(config),
         }
     }
 
     /// The tile configuration of the `mma.sync` kernel, if that runs the call.
     pub fn sync_config(&self) -> Option<SyncConfig> {
         match self.family {
-            Family::Wgmma { .. } => None,
+            Family::Wgmma { .. } | Family::Tcgen05(_) => None,
             Family::MmaSync(config) => Some(config),
         }
     }
@@ -167,6 +197,7 @@ impl ForwardPlan {
         match &self.family {
             Family::Wgmma { config, .. } => Tiling::new(&self.facts.features, config).rows,
             Family::MmaSync(config) => config.rows(),
+            Family::Tcgen05(config) => config.rows(),
         }
     }
 
@@ -258,6 +289,8 @@ impl ForwardPlan {
             (Family::Wgmma { config, .. }, _) => forward::kernel::<f16>(target, features, *config),
             (Family::MmaSync(config), Number::Bf16) => mma_sync::kernel::<bf16>(target, features, *config),
             (Family::MmaSync(config), _) => mma_sync::kernel::<f16>(target, features, *config),
+            (Family::Tcgen05(config), Number::Bf16) => tcgen05::kernel::<bf16>(target, features, *config),
+            (Family::Tcgen05(config), _) => tcgen05::kernel::<f16>(target, features, *config),
         }
     }
 
@@ -308,6 +341,7 @@ impl ForwardPlan {
             }
             Family::Wgmma { config, .. } => KernelBindings::Persistent(forward::bindings(features, *config)),
             Family::MmaSync(config) => KernelBindings::CtaPerTile(mma_sync::bindings(features, *config)),
+            Family::Tcgen05(config) => KernelBindings::Persistent(tcgen05::bindings(features, *config)),
         };
         Ready { bindings: Arc::new(bindings), plan: self, kernel }
     }

@@ -1,0 +1,177 @@
+//! Rings of tiles in tensor memory, between the thread that starts products and the warpgroup that reads the results.
+
+use crate::build::{Builder, Group, Scope, Val, Var, WarpRole, WholeWarps};
+use crate::inst::{Arg, Base};
+use crate::sync::pipe::wait_phase;
+use crate::table::{mbarrier, tcgen05};
+use crate::tensor_memory::TensorTile;
+use std::panic::Location;
+
+/// Warps of a warpgroup, each of which signals once.
+const WARPS: u32 = 4;
+
+/// One of several like rings.
+#[derive(Clone, Copy)]
+pub enum Which<'k> {
+    /// By its number.
+    Number(u32),
+    /// The ring of the own warpgroup, in a role with one ring for each.
+    Own(Val<'k, u32>),
+}
+
+/// Like rings of tiles in tensor memory, one for each warpgroup of the role that empties them. The products of one
+/// thread fill a tile; the warpgroup answers when it has read it.
+pub struct TensorRing<'k> {
+    k: &'k Builder,
+    /// The rings' identities, for their cursors.
+    ids: Vec<usize>,
+    depth: u32,
+    /// Offsets of the first ring's mbarriers.
+    full: u32,
+    empty: u32,
+    /// The first tile of the first ring.
+    first: TensorTile<'k>,
+}
+
+impl Builder {
+    /// `rings` rings of `depth` tiles of accumulators with 128 rows and `cols` columns.
+    #[track_caller]
+    pub fn tensor_ring(&self, name: &str, rings: u32, depth: u32, cols: u32) -> TensorRing<'_> {
+        let first = self.tensor_accumulators(rings * depth, cols);
+        let ids = (0..rings).map(|_| {
+            let id = self.new_pipe(name, 1);
+            self.pipe_filled(id);
+            id
+        });
+        let ids = ids.collect();
+        let full = self.mbarriers(&format!("{name}.full"), rings * depth, crate::build::Count::Fixed(1));
+        let empty = self.mbarriers(&format!("{name}.empty"), rings * depth, crate::build::Count::Fixed(WARPS));
+        TensorRing { k: self, ids, depth, full, empty, first }
+    }
+}
+
+impl<'k> TensorRing<'k> {
+    #[track_caller]
+    fn cursor(&self, which: Which<'k>, side: &'static str) -> [Var<'k, u32>; 2] {
+        let id = match which {
+            Which::Number(n) => self.ids[n as usize],
+            Which::Own(_) => self.ids[0],
+        };
+        self.k.cursor(id, side, [0, u32::from(side == "put")])
+    }
+
+    /// Index of a stage among those of all rings.
+    #[track_caller]
+    fn index(&self, which: Which<'k>, stage: Val<'k, u32>) -> Val<'k, u32> {
+        let first = match which {
+            Which::Number(n) => stage.literal(n * self.depth),
+            Which::Own(n) => n * self.depth,
+        };
+        if self.depth == 1 { first } else { first + stage }
+    }
+
+    #[track_caller]
+    fn barrier(&self, first: u32, which: Which<'k>, stage: Val<'k, u32>) -> Val<'k, u32> {
+        self.index(which, stage).mul_add(8, self.k.shared_address(first))
+    }
+
+    /// Advances to the next stage; past the last stage, to the first one with the other parity.
+    #[track_caller]
+    fn advance(&self, [stage, parity]: [Var<'k, u32>; 2]) {
+        if self.depth == 1 {
+            return parity.set(parity.now() ^ 1);
+        }
+        let next = stage.now() + 1;
+        let wraps = next.eq(self.depth);
+        stage.set(wraps.select(0u32, next));
+        parity.set(parity.now() ^ wraps.select::<u32>(1, 0));
+    }
+
+    #[track_caller]
+    fn wait(&self, first: u32, which: Which<'k>, [stage, parity]: [Var<'k, u32>; 2]) {
+        wait_phase(self.k, self.barrier(first, which, stage.now()), parity.now());
+        self.k.emit(&tcgen05::FENCE, [Arg::Word("after")]);
+    }
+
+    /// The tile of the stage at a side's cursor.
+    #[track_caller]
+    fn tile(&self, which: Which<'k>, side: &'static str) -> TensorTile<'k> {
+        let [stage, _] = self.cursor(which, side);
+        self.first.nth(self.index(which, stage.now()))
+    }
+
+    /// Waits until the next tile may be overwritten, and returns it.
+    #[track_caller]
+    pub fn await_empty(&self, _: &Scope<'k, WarpRole>, which: Which<'k>) -> TensorTile<'k> {
+        self.wait(self.empty, which, self.cursor(which, "put"));
+        self.tile(which, "put")
+    }
+
+    /// The next tile to fill, in a ring of one tile that the role itself knows to be empty.
+    #[track_caller]
+    pub fn next(&self, _: &Scope<'k, WarpRole>, which: Which<'k>) -> TensorTile<'k> {
+        self.tile(which, "put")
+    }
+
+    /// The tile is full once all products that the role's thread has started are complete.
+    #[track_caller]
+    pub fn filled(&self, w: &Scope<'k, WarpRole>, which: Which<'k>) {
+        let (cursor, at) = (self.cursor(which, "put"), Location::caller());
+        let full = self.barrier(self.full, which, cursor[0].now());
+        w.elected(|t| {
+            t.k.placed(at, || t.k.emit(&tcgen05::COMMIT, [Arg::Address(Base::Reg(full.in_register()), 0)]));
+        });
+        self.advance(cursor);
+    }
+
+    /// Waits until the warpgroup has answered to the last tile of a ring of one. Each tile has one answer.
+    #[track_caller]
+    pub fn await_answer(&self, _: &Scope<'k, WarpRole>, which: Which<'k>) {
+        let cursor = self.cursor(which, "answer");
+        self.wait(self.empty, which, cursor);
+        self.advance(cursor);
+    }
+
+    /// Waits for the next full tile, and returns it.
+    #[track_caller]
+    pub fn await_full(&self, _: &Scope<'k, Group>, which: Which<'k>) -> TensorTile<'k> {
+        self.wait(self.full, which, self.cursor(which, "take"));
+        self.tile(which, "take")
+    }
+
+    /// The tile that the warpgroup waits for next, while the role knows by other means who accesses it.
+    #[track_caller]
+    pub fn own(&self, _: &Scope<'k, Group>, which: Which<'k>) -> TensorTile<'k> {
+        self.tile(which, "take")
+    }
+
+    /// Gives back the tile that was waited for, after the warp's loads and stores of tensor memory are complete.
+    #[track_caller]
+    pub fn give_back<W: WholeWarps>(&self, w: &Scope<'k, W>, which: Which<'k>) {
+        w.wait_tensor_loads();
+        self.signal(w, which);
+    }
+
+    /// Like [`give_back`](Self::give_back), after the warp has also stored to the tile.
+    #[track_caller]
+    pub fn publish<W: WholeWarps>(&self, w: &Scope<'k, W>, which: Which<'k>) {
+        w.wait_tensor_stores();
+        self.signal(w, which);
+    }
+
+    #[track_caller]
+    fn signal<W: WholeWarps>(&self, w: &Scope<'k, W>, which: Which<'k>) {
+        self.ids.iter().for_each(|&id| self.k.pipe_emptied(id));
+        let cursor = self.cursor(which, "take");
+        self.k.emit(&tcgen05::FENCE, [Arg::Word("before")]);
+        w.sync_warp();
+        let empty = self.barrier(self.empty, which, cursor[0].now());
+        let (lane, at) = (w.lane(), Location::caller());
+        self.k.placed(at, || {
+            w.when(lane.lt(1), |w| {
+                w.k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(empty.in_register()), 0)]);
+            });
+        });
+        self.advance(cursor);
+    }
+}

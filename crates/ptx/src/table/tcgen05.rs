@@ -1,0 +1,215 @@
+//! Tensor memory and the products of one thread into it: `tcgen05`, on data-centre Blackwell.
+
+use super::any;
+use crate::inst::Class::{B32, B64, F32, Pred};
+use crate::inst::{
+    Effect, Inst, Kind, Needs, Op, Operand, Space, Steps, Together, Unit, arg, args, at, number, of, outs, reg, steps,
+    word,
+};
+use crate::machine::{Machine, MemoryAddress, WARP, address, lanes, value};
+use crate::tcgen05::{Side, TensorAction, TensorLeft, TensorProduct};
+
+const SOURCE: &str = "PTX ISA, tensor core generation 5 instructions, tcgen05";
+
+/// Sizes of an allocation.
+const ALLOCATED: &[Steps] =
+    &[steps(32, 32, 1), steps(64, 64, 1), steps(128, 128, 1), steps(256, 256, 1), steps(512, 512, 1)];
+/// Columns of a load or a store.
+const MOVED: &[Steps] = &[
+    steps(1, 1, 1),
+    steps(2, 2, 1),
+    steps(4, 4, 1),
+    steps(8, 8, 1),
+    steps(16, 16, 1),
+    steps(32, 32, 1),
+    steps(64, 64, 1),
+    steps(128, 128, 1),
+];
+
+const fn row(
+    name: &'static str,
+    text: &'static str,
+    operands: &'static [Operand],
+    together: Together,
+    effect: Effect,
+    meaning: fn(&mut dyn Machine, &Op),
+) -> Inst {
+    let (needs, unit) = (Needs::TCGEN05, Unit::Tensor);
+    Inst { name, text, operands, allowed: any, needs, unit, together, effect, meaning, source: SOURCE }
+}
+
+/// An address in tensor memory.
+const fn tensor(name: &'static str) -> Operand {
+    of(name, Kind::TensorAddress)
+}
+
+/// Performs an action once for the warp.
+fn once(m: &mut dyn Machine, f: impl FnOnce(&mut dyn Machine, u32) -> TensorAction) {
+    let lane = m.active().trailing_zeros();
+    let action = f(m, lane);
+    m.tensor(lane, action);
+}
+
+/// Allocates `n` columns and writes their address to shared memory.
+pub static ALLOC: Inst = row(
+    "tcgen05.alloc",
+    "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 {to}, {n};",
+    &[at("to", Space::Shared), number("n", ALLOCATED)],
+    Together::Warp,
+    Effect::Start,
+    |m, op| {
+        once(m, |m, lane| {
+            let to = MemoryAddress { space: Space::Shared, address: address(m, lane, op, 0) };
+            TensorAction::Allocate { to, columns: op.number(1) as u32 }
+        });
+    },
+);
+
+/// The CTA allocates no more.
+pub static RELINQUISH: Inst = row(
+    "tcgen05.relinquish",
+    "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+    &[],
+    Together::Warp,
+    Effect::Signal,
+    |m, _| once(m, |_, _| TensorAction::Relinquish),
+);
+
+/// Frees `n` columns.
+pub static DEALLOC: Inst = row(
+    "tcgen05.dealloc",
+    "tcgen05.dealloc.cta_group::1.sync.aligned.b32 {from}, {n};",
+    &[reg("from", B32), number("n", ALLOCATED)],
+    Together::Warp,
+    Effect::Signal,
+    |m, op| {
+        once(m, |m, lane| TensorAction::Free { address: value(m, lane, op, 0) as u32, columns: op.number(1) as u32 });
+    },
+);
+
+/// The address that each lane gives.
+fn addresses(m: &mut dyn Machine, op: &Op, i: usize) -> [u32; WARP as usize] {
+    let mut all = [0; WARP as usize];
+    lanes(m.active()).for_each(|lane| all[lane as usize] = address(m, lane, op, i) as u32);
+    all
+}
+
+/// d = `n` columns of the warp's lanes, one lane to a thread.
+pub static LD: Inst = Inst {
+    allowed: |op| op.list(0).len() as u64 == op.number(2),
+    ..row(
+        "tcgen05.ld",
+        "tcgen05.ld.sync.aligned.32x32b.x{n}.b32 {d}, {from};",
+        &[outs("d", F32), tensor("from"), number("n", MOVED)],
+        Together::Warp,
+        Effect::Start,
+        |m, op| {
+            let from = addresses(m, op, 1);
+            m.tensor_load(&from, op.list(0));
+        },
+    )
+};
+
+const fn store(name: &'static str, operands: &'static [Operand]) -> Inst {
+    let meaning = |m: &mut dyn Machine, op: &Op| {
+        let to = addresses(m, op, 0);
+        m.tensor_store(&to, op.list(1));
+    };
+    Inst {
+        allowed: |op| op.list(1).len() as u64 == op.number(2),
+        ..row(
+            name,
+            "tcgen05.st.sync.aligned.32x32b.x{n}.b32 {to}, {x};",
+            operands,
+            Together::Warp,
+            Effect::Start,
+            meaning,
+        )
+    }
+}
+
+/// `n` columns of the warp's lanes = x, one lane from a thread.
+pub static ST: Inst = store("tcgen05.st", &[tensor("to"), args("x", B32), number("n", MOVED)]);
+
+/// `n` columns of the warp's lanes = x, one lane from a thread, for floats.
+pub static ST_F32: Inst = store("tcgen05.st.f32", &[tensor("to"), args("x", F32), number("n", MOVED)]);
+
+/// Waits until the thread's loads of tensor memory are complete.
+pub static WAIT_LD: Inst =
+    row("tcgen05.wait.ld", "tcgen05.wait::ld.sync.aligned;", &[], Together::Warp, Effect::Wait, |m, _| {
+        once(m, |_, _| TensorAction::WaitLoads)
+    });
+
+/// Waits until the thread's stores to tensor memory are complete.
+pub static WAIT_ST: Inst =
+    row("tcgen05.wait.st", "tcgen05.wait::st.sync.aligned;", &[], Together::Warp, Effect::Wait, |m, _| {
+        once(m, |_, _| TensorAction::WaitStores)
+    });
+
+/// Orders accesses to tensor memory with a synchronisation of threads that precedes or follows.
+pub static FENCE: Inst = row(
+    "tcgen05.fence",
+    "tcgen05.fence::{side}_thread_sync;",
+    &[word("side", &["before", "after"])],
+    Together::Thread,
+    Effect::Signal,
+    |m, op| {
+        let side = if op.word(0) == "before" { Side::Before } else { Side::After };
+        once(m, |_, _| TensorAction::Fence(side));
+    },
+);
+
+/// A product that one thread starts.
+const fn multiply(
+    name: &'static str,
+    text: &'static str,
+    operands: &'static [Operand],
+    meaning: fn(&mut dyn Machine, &Op),
+) -> Inst {
+    row(name, text, operands, Together::Thread, Effect::Start, meaning)
+}
+
+/// Starts the product of each active lane; `left` reads the first operand.
+fn start(m: &mut dyn Machine, op: &Op, left: fn(&mut dyn Machine, u32, &Op) -> TensorLeft) {
+    for lane in lanes(m.active()) {
+        let d = address(m, lane, op, 0) as u32;
+        let (a, b) = (left(m, lane, op), value(m, lane, op, 2));
+        let (shape, onto) = (value(m, lane, op, 3) as u32, value(m, lane, op, 4) == 1);
+        m.tensor(lane, TensorAction::Multiply(TensorProduct { d, a, b, shape, onto }));
+    }
+}
+
+/// D (+)= A B with 16-bit elements, both operands in shared memory.
+pub static MMA_SS: Inst = multiply(
+    "tcgen05.mma.ss",
+    "tcgen05.mma.cta_group::1.kind::f16 {d}, {a}, {b}, {shape}, {onto};",
+    &[tensor("d"), reg("a", B64), reg("b", B64), reg("shape", B32), arg("onto", Pred)],
+    |m, op| start(m, op, |m, lane, op| TensorLeft::Tile(value(m, lane, op, 1))),
+);
+
+/// D (+)= A B with 16-bit elements, A in tensor memory.
+pub static MMA_TS: Inst = multiply(
+    "tcgen05.mma.ts",
+    "tcgen05.mma.cta_group::1.kind::f16 {d}, {a}, {b}, {shape}, {onto};",
+    &[tensor("d"), tensor("a"), reg("b", B64), reg("shape", B32), arg("onto", Pred)],
+    |m, op| start(m, op, |m, lane, op| TensorLeft::Memory(address(m, lane, op, 1) as u32)),
+);
+
+/// Arrives at an mbarrier when all earlier products of the thread are complete.
+pub static COMMIT: Inst = row(
+    "tcgen05.commit",
+    "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 {bar};",
+    &[at("bar", Space::Cluster)],
+    Together::Thread,
+    Effect::Signal,
+    |m, op| {
+        for lane in lanes(m.active()) {
+            let bar = MemoryAddress { space: Space::Cluster, address: address(m, lane, op, 0) };
+            m.tensor(lane, TensorAction::Commit(bar));
+        }
+    },
+);
+
+/// All rows of this family.
+pub static ROWS: &[&Inst] =
+    &[&ALLOC, &RELINQUISH, &DEALLOC, &LD, &ST, &ST_F32, &WAIT_LD, &WAIT_ST, &FENCE, &MMA_SS, &MMA_TS, &COMMIT];

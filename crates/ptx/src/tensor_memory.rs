@@ -1,0 +1,313 @@
+//! Tiles in tensor memory: products of one thread write them, and the warps of a warpgroup read and write their lanes.
+//!
+//! The builder allocates the columns that a kernel asks for in one piece: a warp takes them before any role begins and
+//! frees them after all roles have ended. A tile is a range of these columns.
+
+use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Thread, Val, WholeWarps, Word};
+use crate::inst::{Arg, Base, Inst, Reg};
+use crate::product::{Major, Number};
+use crate::row_acc::RowAcc;
+use crate::row_view::RowView;
+use crate::table::{memory, sync, tcgen05 as rows};
+use crate::tcgen05::{COLUMNS, LANES, ProductShape, VERSION};
+use crate::tile::{Fragment, Operand, Sum};
+use std::panic::Location;
+
+/// A tile in tensor memory: 128 rows, one to a lane. f32 elements take a column each; two 16-bit elements share one.
+#[derive(Clone, Copy)]
+pub struct TensorTile<'k> {
+    k: &'k Builder,
+    number: Number,
+    /// Elements per row.
+    cols: u32,
+    /// First column among those of the kernel: a constant, and a part that is known at run time.
+    column: u32,
+    moved: Option<Val<'k, u32>>,
+}
+
+/// The first operand of a product into tensor memory.
+pub enum TensorOperand<'k> {
+    /// A tile in shared memory.
+    Shared(Operand<'k>),
+    /// A tile of 16-bit elements in tensor memory.
+    Tensor(TensorTile<'k>),
+}
+
+impl<'k> From<Operand<'k>> for TensorOperand<'k> {
+    fn from(operand: Operand<'k>) -> Self {
+        TensorOperand::Shared(operand)
+    }
+}
+impl<'k> From<TensorTile<'k>> for TensorOperand<'k> {
+    fn from(tile: TensorTile<'k>) -> Self {
+        TensorOperand::Tensor(tile)
+    }
+}
+
+impl Builder {
+    /// Columns of tensor memory for `count` tiles of accumulators with 128 rows and `cols` columns; the first tile.
+    #[track_caller]
+    pub fn tensor_accumulators(&self, count: u32, cols: u32) -> TensorTile<'_> {
+        if !cols.is_multiple_of(16) || !(16..=256).contains(&cols) {
+            self.refuse(format!("tensor memory of {cols} columns a tile, allowed: multiples of 16 up to 256"));
+        }
+        let column = self.take_columns(count * cols, Location::caller());
+        TensorTile { k: self, number: Number::F32, cols, column, moved: None }
+    }
+
+    /// Takes columns of tensor memory, and returns the first.
+    #[track_caller]
+    fn take_columns(&self, columns: u32, at: &'static Location<'static>) -> u32 {
+        let known = self.tensor.get();
+        let (used, word, at) = known.unwrap_or_else(|| (0, self.take_small("tensor memory", 4, 4), at));
+        let available = self.target().arch.tensor_columns;
+        if used + columns > available.min(COLUMNS) {
+            self.refuse(format!(
+                "{} columns of tensor memory, allowed: {available} on {}",
+                used + columns,
+                self.target().name()
+            ));
+        }
+        self.tensor.set(Some((used + columns, word, at)));
+        used
+    }
+
+    /// Columns that the kernel allocates, the shared-memory offset of their address, and the line that asked for them.
+    fn tensor_columns(&self) -> Option<(u32, u32, &'static Location<'static>)> {
+        let used = self.tensor.get();
+        used.map(|(columns, word, at)| (columns.next_power_of_two().clamp(32, COLUMNS), word, at))
+    }
+
+    /// One warp allocates the kernel's tensor memory. A barrier of the CTA must follow.
+    pub(crate) fn start_tensor_memory(&self) {
+        let Some((columns, word, at)) = self.tensor_columns() else { return };
+        self.placed(at, || {
+            let scope = Scope::<crate::build::Block>::new(self);
+            let first = (scope.thread() / 32).of_first_lane().eq(0);
+            let to = self.shared_address(word).in_register();
+            scope.when(first, |_| {
+                self.emit(&rows::ALLOC, [Arg::Address(Base::Reg(to), 0), Arg::Imm(columns.into())]);
+                self.emit(&rows::RELINQUISH, []);
+            });
+        });
+    }
+
+    /// After all roles have ended, one warp frees the kernel's tensor memory.
+    pub(crate) fn end_tensor_memory(&self) {
+        let Some((columns, word, at)) = self.tensor_columns() else { return };
+        self.placed(at, || {
+            let scope = Scope::<crate::build::Block>::new(self);
+            scope.sync_warp();
+            self.emit(&rows::FENCE, [Arg::Word("before")]);
+            self.emit(&sync::BAR_ALL, []);
+            self.emit(&rows::FENCE, [Arg::Word("after")]);
+            let first = (scope.thread() / 32).of_first_lane().eq(0);
+            scope.when(first, |_| {
+                let from = self.load_tensor_address(word);
+                self.emit(&rows::DEALLOC, [Arg::Reg(from.in_register()), Arg::Imm(columns.into())]);
+            });
+        });
+    }
+
+    #[track_caller]
+    fn load_tensor_address(&self, word: u32) -> Val<'_, u32> {
+        let (reg, place) = (self.register(crate::inst::Class::B32), self.shared_address(word));
+        let place = Arg::Address(Base::Reg(place.in_register()), 0);
+        self.emit(&memory::LD_SHARED_32, [Arg::List([reg].into()), place, Arg::Word("")]);
+        Val::reg(self, reg)
+    }
+
+    /// Address of the kernel's first column, which each role reads once.
+    #[track_caller]
+    fn tensor_base(&self) -> Val<'_, u32> {
+        let word = self.tensor.get().map_or(0, |(_, word, _)| word);
+        self.once("tensor memory", || self.load_tensor_address(word))
+    }
+
+    /// Address of the kernel's first column in the lanes of the own warp.
+    #[track_caller]
+    fn tensor_lanes(&self) -> Val<'_, u32> {
+        let word = self.tensor.get().map_or(0, |(_, word, _)| word);
+        self.once("tensor lanes", || {
+            let warp = (Scope::<Group>::new(self).thread() / 32).of_first_lane() & 3;
+            self.load_tensor_address(word) + (warp << 21)
+        })
+    }
+}
+
+impl<'k> TensorTile<'k> {
+    /// Elements per row.
+    pub fn cols(self) -> u32 {
+        self.cols
+    }
+
+    /// The `index`-th tile of an array of such tiles.
+    #[track_caller]
+    pub fn nth(self, index: impl IntoVal<'k, u32>) -> Self {
+        let (index, columns) = (index.into_val(self.k), self.columns());
+        match index.constant() {
+            Some(index) => TensorTile { column: self.column + index as u32 * columns, ..self },
+            None => {
+                let own = index * columns;
+                TensorTile { moved: Some(self.moved.map_or(own, |moved| moved + own)), ..self }
+            }
+        }
+    }
+
+    /// The `index`-th range of `count` elements.
+    #[track_caller]
+    pub fn part(self, index: u32, count: u32) -> Self {
+        if !(count * self.number.bytes()).is_multiple_of(4) || (index + 1) * count > self.cols {
+            self.k.refuse(format!("part {index} of {count} elements of {}, allowed: whole columns inside", self.cols));
+        }
+        TensorTile { cols: count, column: self.column + index * count * self.number.bytes() / 4, ..self }
+    }
+
+    /// A tile of `cols` 16-bit elements over the last columns of this one, for data whose lifetimes do not overlap.
+    #[track_caller]
+    pub fn overlay<T: Half>(self, cols: u32) -> Self {
+        let (own, columns) = (self.columns(), cols / 2);
+        if !cols.is_multiple_of(16) || columns > own {
+            self.k.refuse(format!("{cols} elements over {own} columns, allowed: multiples of 16 that fit"));
+        }
+        TensorTile { number: T::NUMBER, cols, column: self.column + own.saturating_sub(columns), ..self }
+    }
+
+    /// Columns of 32 bits.
+    fn columns(self) -> u32 {
+        self.cols * self.number.bytes() / 4
+    }
+
+    /// The tile's address, from that of the kernel's first column; `offset` counts columns.
+    #[track_caller]
+    fn place(self, base: Val<'k, u32>, offset: u32) -> Arg {
+        let base = self.moved.map_or(base, |moved| base + moved);
+        Arg::Address(Base::Reg(base.in_register()), (self.column + offset) as i32)
+    }
+}
+
+/// The sizes of which one load or store moves columns, largest first.
+const SIZES: [u32; 3] = [32, 16, 8];
+
+/// Calls `f(start, size)` for runs that cover `columns`.
+fn runs(columns: u32, mut f: impl FnMut(u32, u32)) {
+    let mut start = 0;
+    while start < columns {
+        let size = SIZES.into_iter().find(|size| start + size <= columns).unwrap_or(SIZES[2]);
+        f(start, size);
+        start += size;
+    }
+}
+
+/// Accesses of a warpgroup, a row to a thread.
+impl<'k> Scope<'k, Group> {
+    /// Starts loading the thread's row of accumulators. [`wait_tensor_loads`](Self::wait_tensor_loads) must precede any
+    /// signal that the tile may change.
+    #[track_caller]
+    pub fn load_tensor(&self, to: &RowAcc<'k>, from: TensorTile<'k>) {
+        if to.cols() != from.cols || from.number != Number::F32 {
+            self.k.refuse(format!("{} columns loaded from {} of {:?}", to.cols(), from.cols, from.number));
+            return;
+        }
+        let (base, regs) = (self.k.tensor_lanes(), to.regs());
+        let at = Location::caller();
+        runs(from.cols, |start, size| {
+            self.k.placed(at, || {
+                let list = Arg::List(regs[start as usize..(start + size) as usize].into());
+                self.k.emit(&rows::LD, [list, from.place(base, start), Arg::Imm(size.into())]);
+            });
+        });
+    }
+
+    /// Starts storing the thread's row of accumulators.
+    #[track_caller]
+    pub fn store_tensor(&self, to: TensorTile<'k>, from: &RowAcc<'k>) {
+        if from.cols() != to.cols || to.number != Number::F32 {
+            self.k.refuse(format!("{} columns stored to {} of {:?}", from.cols(), to.cols, to.number));
+            return;
+        }
+        self.store_columns(&rows::ST_F32, to, from.regs());
+    }
+
+    /// Starts storing the thread's row of a fragment.
+    #[track_caller]
+    pub fn store_tensor_fragment<T: Half>(&self, to: TensorTile<'k>, from: &Fragment<'k, T>)
+    where
+        Pair<T>: Word,
+    {
+        if from.cols() != to.cols || to.number != T::NUMBER {
+            self.k.refuse(format!("{} columns stored to {} of {:?}", from.cols(), to.cols, to.number));
+            return;
+        }
+        self.store_columns(&rows::ST, to, from.regs());
+    }
+
+    #[track_caller]
+    fn store_columns(&self, row: &'static Inst, to: TensorTile<'k>, regs: &[Reg]) {
+        let (base, at) = (self.k.tensor_lanes(), Location::caller());
+        runs(to.columns(), |start, size| {
+            self.k.placed(at, || {
+                let list = Arg::List(regs[start as usize..(start + size) as usize].into());
+                self.k.emit(row, [to.place(base, start), list, Arg::Imm(size.into())]);
+            });
+        });
+    }
+}
+
+impl<'k, W: WholeWarps> Scope<'k, W> {
+    /// Waits until the warp's loads of tensor memory are complete.
+    #[track_caller]
+    pub fn wait_tensor_loads(&self) {
+        self.plain(&rows::WAIT_LD);
+    }
+    /// Waits until the warp's stores to tensor memory are complete.
+    #[track_caller]
+    pub fn wait_tensor_stores(&self) {
+        self.plain(&rows::WAIT_ST);
+    }
+}
+
+impl<'k> Scope<'k, Thread> {
+    /// Starts d (+)= a b, 128 rows of `a` and all columns of `b`. Products of a thread run in the order in which it starts
+    /// them.
+    #[track_caller]
+    pub fn multiply_tensor(&self, d: TensorTile<'k>, a: impl Into<TensorOperand<'k>>, b: Operand<'k>, sum: Sum<'k>) {
+        let (k, a) = (self.k, a.into());
+        let (rows_of_a, inner, number, major) = match &a {
+            TensorOperand::Shared(a) => (a.outer(), a.inner(), a.tile().shape().number, a.major()),
+            TensorOperand::Tensor(a) => (LANES, a.cols, a.number, Major::Inner),
+        };
+        let number_b = b.tile().shape().number;
+        let halves = matches!(number, Number::F16 | Number::Bf16) && number == number_b && d.number == Number::F32;
+        if (rows_of_a, inner, b.outer()) != (LANES, b.inner(), d.cols) || !halves {
+            k.refuse(format!(
+                "a product of {number:?} {rows_of_a}x{inner} times {number_b:?} {}x{} into {:?} {LANES}x{}, allowed: 128 rows, equal inner sizes, one 16-bit type into F32, matching columns",
+                b.inner(), b.outer(), d.number, d.cols
+            ));
+            return;
+        }
+        let shape = ProductShape {
+            rows: LANES,
+            cols: d.cols,
+            numbers: [Number::F32, number, number],
+            majors: [major, b.major()],
+        };
+        let base = k.tensor_base();
+        let shape = self.constant(shape.encode()).in_register();
+        let d = d.place(base, 0);
+        let b_steps = b.descriptors_with(VERSION);
+        let (row, a_steps): (&'static Inst, Vec<Arg>) = match a {
+            TensorOperand::Shared(a) => {
+                (&rows::MMA_SS, a.descriptors_with(VERSION).into_iter().map(Arg::Reg).collect())
+            }
+            TensorOperand::Tensor(a) => {
+                let columns = number.depth() * number.bytes() / 4;
+                let steps = || (0..b_steps.len()).map(|j| a.place(base, columns * j as u32)).collect();
+                (&rows::MMA_TS, k.placed(Location::caller(), steps))
+            }
+        };
+        for (j, (a, b)) in a_steps.into_iter().zip(b_steps).enumerate() {
+            k.emit(row, [d.clone(), a, Arg::Reg(b), Arg::Reg(shape), sum.at(j)]);
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! Products into tensor memory: right against f64, clean in every order, and wrong in every way that tensor memory can be.
+
+use crate::common::mutate::{change, drop, drop_all, drop_wait, drop_waits_at, line, only_one_lane, replace};
+use crate::common::{Gemm, INNER, seeds};
+use fulgurite_kernels::gemm::tcgen05::kernel;
+use fulgurite_kernels::gemm::{GemmConfig, Layouts};
+use fulgurite_ptx::inst::Arg;
+use fulgurite_ptx::{Kernel, Major, Target, bf16, f16};
+use fulgurite_sim::{Fault, Finding, Line, Options, Sim, TensorOrder};
+
+const LAYOUTS: [Layouts; 4] = [
+    INNER,
+    Layouts { a: Major::Inner, b: Major::Outer },
+    Layouts { a: Major::Outer, b: Major::Inner },
+    Layouts { a: Major::Outer, b: Major::Outer },
+];
+const SMALL: GemmConfig = GemmConfig { rows: 128, cols: 128, depth: 2, cluster: 1, band: 4 };
+
+fn target(name: &str) -> Target {
+    Target::named(name).unwrap()
+}
+
+fn gemm([m, n, k]: [u32; 3], layouts: Layouts) -> Gemm {
+    Gemm { m, n, k, batch: 1, layouts, config: SMALL, compare: true }
+}
+
+fn on(name: &str, seed: u64, tensor: TensorOrder) -> Sim {
+    Sim::on(target(name), Options { seed, tensor, ..Options::default() })
+}
+
+fn complain(sim: &Sim) -> String {
+    sim.findings().iter().map(|f| format!("{f}\n")).collect()
+}
+
+#[test]
+fn products_are_those_of_f64() {
+    for layouts in LAYOUTS {
+        let more: &[[u32; 3]] = if layouts == INNER { &[[300, 136, 200], [1, 1, 1], [130, 8, 300]] } else { &[] };
+        for &sizes in [[128, 128, 64], [100, 77, 129]].iter().chain(more) {
+            let gemm = gemm(sizes, layouts);
+            let sim = on("sm_100a", 1, TensorOrder::Strict);
+            let (_, worst) = gemm
+                .run::<bf16>(&sim, kernel::<bf16>(target("sm_100a"), layouts, SMALL).unwrap(), 2)
+                .unwrap_or_else(|_| panic!("{gemm:?}: {}", complain(&sim)));
+            assert!(worst <= 1.0, "{gemm:?}: {worst}");
+        }
+    }
+    let usual = GemmConfig::default();
+    let gemm = Gemm { batch: 3, config: usual, ..gemm([70, 300, 100], LAYOUTS[1]) };
+    let sim = on("sm_103a", 2, TensorOrder::Strict);
+    let kernel = kernel::<f16>(target("sm_103a"), LAYOUTS[1], usual).unwrap();
+    let (_, worst) = gemm.run::<f16>(&sim, kernel, 2).unwrap_or_else(|_| panic!("{gemm:?}: {}", complain(&sim)));
+    assert!(worst <= 1.0, "{gemm:?}: {worst}");
+}
+
+/// Three tiles of C, so that both accumulators are used and one of them again.
+#[test]
+fn clean_in_every_order() {
+    for (layouts, few) in [(INNER, 2), (LAYOUTS[1], 10)] {
+        let mut first = None;
+        for seed in seeds().step_by(few) {
+            let order = if seed % 4 == 0 { TensorOrder::Strict } else { TensorOrder::Queue };
+            let gemm = Gemm { compare: false, ..gemm([384, 128, 250], layouts) };
+            let sim = on("sm_100a", seed, order);
+            let (bits, _) = gemm
+                .run::<bf16>(&sim, kernel::<bf16>(target("sm_100a"), layouts, SMALL).unwrap(), 1)
+                .unwrap_or_else(|_| panic!("seed {seed}: {}", complain(&sim)));
+            assert_eq!(*first.get_or_insert_with(|| bits.clone()), bits, "seed {seed}");
+        }
+    }
+}
+
+/// Operands are read once from memory, and each step of a product reads its part of A and of B once.
+#[test]
+fn what_it_costs() {
+    let [m, n, k] = [256, 256, 256];
+    let gemm = Gemm { compare: false, ..gemm([m, n, k], INNER) };
+    let sim = on("sm_100a", 0, TensorOrder::Queue);
+    gemm.run::<bf16>(&sim, kernel::<bf16>(target("sm_100a"), INNER, SMALL).unwrap(), 4).unwrap();
+    let counts = sim.report().total();
+    assert_eq!(counts.tensor_flops["bf16"], 2 * u64::from(m * n * k));
+    assert_eq!(counts.shared_operand_bytes, 4 * 2 * 128 * u64::from(k) * 2);
+    assert_eq!(counts.tensor_memory_bytes, 4 * u64::from(m * n));
+    assert_eq!(counts.global_bytes, 4 * 2 * 128 * u64::from(k) * 2 + 2 * u64::from(m * n));
+}
+
+/// A bug: what it is, the kernel that has it, what must be found, and lines that the finding must name.
+struct Bug {
+    name: &'static str,
+    kernel: Kernel,
+    fault: Fault,
+    lines: Vec<Line>,
+}
+
+fn findings(kernel: Kernel, seed: u64, tensor: TensorOrder) -> Vec<Finding> {
+    let sim = Sim::on(target("sm_100a"), Options { seed, tensor, budget: 3_000_000, ..Options::default() });
+    let gemm = Gemm { compare: false, ..gemm([512, 128, 320], LAYOUTS[1]) };
+    let ran = gemm.run::<bf16>(&sim, kernel, 1);
+    let found = sim.findings();
+    // A launch may fail because of a finding, and for no other reason.
+    assert!(ran.is_ok() || !found.is_empty(), "nothing ran: {:?}", ran.err());
+    found
+}
+
+fn check(bugs: &[Bug], tensor: TensorOrder) {
+    let mut missed = Vec::new();
+    for bug in bugs {
+        for seed in 0..3 {
+            let found = findings(bug.kernel.clone(), seed, tensor);
+            let right = found.iter().find(|f| f.fault == bug.fault && bug.lines.iter().all(|&line| f.names(line)));
+            let all: String = found.iter().map(|f| format!("\n    {f}")).collect();
+            match right {
+                Some(f) if seed == 0 => println!("{}: {f}", bug.name),
+                Some(_) => {}
+                None => missed
+                    .push(format!("{} (seed {seed}): wanted {:?} at {:?}, got{all}", bug.name, bug.fault, bug.lines)),
+            }
+        }
+    }
+    assert!(missed.is_empty(), "{} of {} bugs:\n{}", missed.len(), 3 * bugs.len(), missed.join("\n"));
+}
+
+/// With other bits in the `n`-th constant that a product's operands are made of: the upper half of a descriptor.
+fn other_descriptor(mut kernel: Kernel, f: fn(u64) -> u64) -> Kernel {
+    fn walk(
+        block: &mut [fulgurite_ptx::kernel::Stmt],
+        f: fn(u64) -> u64,
+        reg: Option<fulgurite_ptx::inst::Reg>,
+    ) -> bool {
+        use fulgurite_ptx::kernel::Stmt;
+        block.iter_mut().any(|stmt| match stmt {
+            Stmt::Op(op) if reg.is_some() && op.inst.name == "mov.b32" && op.args[0] == Arg::Reg(reg.unwrap()) => {
+                let Arg::Imm(x) = &mut op.args[1] else { return false };
+                *x = f(*x);
+                true
+            }
+            Stmt::If { then, otherwise, .. } => walk(then, f, reg) || walk(otherwise, f, reg),
+            Stmt::Loop { body, .. } => walk(body, f, reg),
+            _ => false,
+        })
+    }
+    let mut high = None;
+    kernel.each_op(&mut |op| {
+        if op.inst.name == "mov.join.b64" && high.is_none() {
+            high = Some(op.list(1)[1]);
+        }
+    });
+    assert!(walk(&mut kernel.body, f, high), "no constant of a descriptor");
+    kernel
+}
+
+#[test]
+fn planted_bugs_of_tensor_memory() {
+    let k = || kernel::<bf16>(target("sm_100a"), LAYOUTS[1], SMALL).unwrap();
+    let at = |row: &str, n: usize| line(&k(), row, n);
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec() };
+    let (load, product) = (at("tcgen05.ld", 0), at("tcgen05.mma.ss", 0));
+    let fetch = at("cp.async.bulk.tensor.load", 0);
+    let wait = |n: usize| at("mbarrier.try_wait", n);
+    let address = |n| at("ld.shared.b32", n);
+    let bugs = [
+        // Lifetime.
+        bug("never freed", drop(k(), "tcgen05.dealloc", 0), Fault::TensorMemory, &[at("tcgen05.alloc", 0)]),
+        bug(
+            "freed with another size",
+            change(k(), "tcgen05.dealloc", 0, 1, |n| n / 2),
+            Fault::TensorMemory,
+            &[at("tcgen05.dealloc", 0)],
+        ),
+        bug(
+            "allocated after the right was given up",
+            swap_alloc(k()),
+            Fault::TensorMemory,
+            &[at("tcgen05.relinquish", 0)],
+        ),
+        bug(
+            "the address is read too early",
+            drop(k(), "bar.sync.all", 0),
+            Fault::Race,
+            &[address(0), at("tcgen05.alloc", 0)],
+        ),
+        bug("too few columns", change(k(), "tcgen05.alloc", 0, 1, |n| n / 2), Fault::OutOfBounds, &[product]),
+        // Loads.
+        bug("another warp's lanes", change(k(), "shl", shift(&k()), 2, |n| n + 1), Fault::TensorMemory, &[load]),
+        bug("loaded by one lane", only_one_lane(k(), "tcgen05.ld", 0), Fault::Collective, &[load]),
+        bug("loads not waited for", drop_all(k(), "tcgen05.wait.ld"), Fault::Race, &[load, product]),
+        bug("loaded before the products are complete", drop_wait(k(), 0), Fault::Race, &[load, product]),
+        bug("past the columns", change(k(), "tcgen05.ld", 0, 1, |n| n + 512), Fault::OutOfBounds, &[load]),
+        // Products.
+        bug("accumulators overwritten too early", drop_waits_at(k(), wait(2)), Fault::Race, &[load, product]),
+        bug("operands not waited for", drop_waits_at(k(), wait(3)), Fault::Race, &[fetch, product]),
+        bug(
+            "operands given back before the products are complete",
+            replace(k(), "tcgen05.commit", 0, "mbarrier.arrive", 1),
+            Fault::Race,
+            &[fetch, product],
+        ),
+        bug("operands never given back", drop(k(), "tcgen05.commit", 0), Fault::Deadlock, &[]),
+        bug("products never committed", drop(k(), "tcgen05.commit", 1), Fault::Deadlock, &[]),
+        // Descriptors.
+        bug("no version in a descriptor", other_descriptor(k(), |x| x & !(1 << 14)), Fault::Operand, &[product]),
+        bug("a swizzle that is none", other_descriptor(k(), |x| x | 1 << 29), Fault::Operand, &[product]),
+    ];
+    assert!(bugs.len() >= 15);
+    check(&bugs, TensorOrder::Queue);
+    assert!(findings(k(), 0, TensorOrder::Strict).is_empty());
+}
+
+/// Which shift puts the warp's number into the lane field.
+fn shift(kernel: &Kernel) -> usize {
+    let (mut n, mut found) = (0, None);
+    kernel.each_op(&mut |op| {
+        if op.inst.name == "shl" {
+            if op.args[2] == Arg::Imm(21) {
+                found.get_or_insert(n);
+            }
+            n += 1;
+        }
+    });
+    found.expect("a lane field")
+}
+
+/// The kernel with its first two operations on tensor memory exchanged.
+fn swap_alloc(mut kernel: Kernel) -> Kernel {
+    use fulgurite_ptx::kernel::Stmt;
+    fn walk(block: &mut [Stmt]) -> bool {
+        let is = |stmt: &Stmt, row: &str| matches!(stmt, Stmt::Op(op) if op.inst.name == row);
+        if let Some(i) = block.iter().position(|stmt| is(stmt, "tcgen05.alloc")) {
+            block.swap(i, i + 1);
+            return true;
+        }
+        block.iter_mut().any(|stmt| match stmt {
+            Stmt::If { then, .. } => walk(then),
+            _ => false,
+        })
+    }
+    assert!(walk(&mut kernel.body));
+    kernel
+}
