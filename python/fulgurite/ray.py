@@ -31,7 +31,7 @@ except ImportError as cause:
 
 Array = Any
 
-__all__ = ["AssignBatches", "Shards"]
+__all__ = ["AssignBatches", "ShardedLists", "Shards"]
 
 
 def _rows(source):
@@ -49,6 +49,7 @@ class _Holder:
         sources = [ray.get(x) if isinstance(x, ray.ObjectRef) else x for x in sources]
         self.rows = [_rows(x) for x in sources]
         self.threads = n_threads
+        self.made = None
 
     def sizes(self):
         return [x.shape for x in self.rows]
@@ -63,6 +64,23 @@ class _Holder:
         return [
             shards.topk(x, queries, count, first_row=at, metric=metric, n_threads=self.threads)
             for x, at in zip(self.rows, first)
+        ]
+
+    def lists(self, first, key, centroids, metric):
+        """Makes the inverted lists of each shard, and keeps those of the last centroids. An actor that was started
+        again makes them again."""
+        if self.made is None or self.made[0] != key:
+            made = []
+            for x, at in zip(self.rows, first):
+                labels = shards.assign_and_sum(x, centroids, metric=metric, n_threads=self.threads).labels
+                made.append(shards.lists(x, centroids, labels, first_row=at, metric=metric))
+            self.made = (key, made)
+        return self.made[1]
+
+    def search_lists(self, first, key, centroids, metric, queries, count, n_probes):
+        return [
+            shards.search_lists(x, queries, count, n_probes=n_probes, n_threads=self.threads)
+            for x in self.lists(first, key, centroids, metric)
         ]
 
     def sketches(self):
@@ -138,9 +156,20 @@ class Shards:
 
         return shards.kmeans(parts, init, metric=metric, max_iter=max_iter, tol=tol)
 
+    def _first(self):
+        """The number of the first row of each shard."""
+        return np.concatenate([[0], np.cumsum(self.sizes)])[:-1].tolist()
+
+    def ivf(
+        self, n_lists: int, *, metric: str = "euclidean", max_iter: int = 10, random_state: int | None = None
+    ) -> ShardedLists:  # fmt: skip
+        """Inverted lists over all rows: k-means finds their centroids, and each actor orders its rows by list."""
+        found = self.kmeans(n_lists, metric=metric, max_iter=max_iter, random_state=random_state)
+        return ShardedLists(self, found.centroids, metric)
+
     def kneighbors(self, queries: Array, n_neighbors: int = 5, *, metric: str = "euclidean") -> tuple[Array, Array]:
         """(distances, rows): the nearest rows of each query among all shards."""
-        first = np.concatenate([[0], np.cumsum(self.sizes)])[:-1].tolist()
+        first = self._first()
         queries = ray.put(rows_of("queries", queries))
         parts = self._each("topk", queries, n_neighbors, metric, dealt=first)
         return shards.merge_topk(parts, n_neighbors)
@@ -162,6 +191,25 @@ class Shards:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
+
+
+class ShardedLists:
+    """Inverted lists over the shards of actors, from `Shards.ivf`."""
+
+    def __init__(self, held: Shards, centroids: Array, metric: str):
+        self.centroids = centroids
+        self._held, self._metric = held, metric
+        self._key, self._centroids = os.urandom(8), ray.put(centroids)
+
+    def kneighbors(self, queries: Array, n_neighbors: int = 5, *, n_probes: int = 8) -> tuple[Array, Array]:
+        """(distances, rows): the nearest rows of each query in the lists of its `n_probes` nearest centroids; with all
+        lists, the exact answer. Where lists hold too few rows, distances are infinite and rows -1."""
+        whole("n_probes", n_probes, len(self.centroids))
+        parts = self._held._each(
+            "search_lists", self._key, self._centroids, self._metric, ray.put(rows_of("queries", queries)), n_neighbors,
+            n_probes, dealt=self._held._first(),
+        )  # fmt: skip
+        return shards.merge_topk(parts, n_neighbors)
 
 
 class AssignBatches:

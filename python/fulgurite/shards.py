@@ -17,21 +17,26 @@ import numpy as np
 
 from . import _fulgurite
 from ._estimators import rows_of, seed_of, whole
+from ._lists import InvertedLists, lists, probed, search_lists
 from .neighbors import NearestNeighbors
 
 Array = Any
 
 __all__ = [
     "ClusterSums",
+    "InvertedLists",
     "KMeansResult",
     "Sketch",
     "assign_and_sum",
     "components",
     "kmeans",
+    "lists",
     "merge_sketches",
     "merge_sums",
     "merge_topk",
     "next_centroids",
+    "probed",
+    "search_lists",
     "seeds",
     "sketch",
     "topk",

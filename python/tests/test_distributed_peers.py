@@ -20,11 +20,26 @@ from fulgurite import distributed as fd  # noqa: E402
 
 def template(group, rank, count, case, rotate):
     """PyTorch's ring with our operators: the rows of o, lse and the gradients."""
+    (q, k, v, d_o), extras = inputs(case)
+    return their_ring(group, rank, count, case, rotate, (q, k, v, d_o))
+
+
+def template_of_documents(group, rank, count, case, rotate):
+    """PyTorch's ring for each document by itself, as its balance per document divides them."""
+    rows, extras = inputs(case)
+    offsets = extras["cu_seqlens"].tolist()
+    found = []
+    for start, stop in zip(offsets, offsets[1:]):
+        one = {name: case[name] for name in case if name != "documents"} | {"length": stop - start}
+        found.append(their_ring(group, rank, count, one, rotate, [x[None, start:stop] for x in rows]))
+    return found
+
+
+def their_ring(group, rank, count, case, rotate, rows):
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    (q, k, v, d_o), extras = inputs(case)
-    layout = layout_of(case, count, extras)
-    q, k, v, d_o = (fd.shard_sequence(x, layout, rank).transpose(1, 2) for x in (q, k, v, d_o))
+    layout = layout_of(case, count, {})
+    q, k, v, d_o = (fd.shard_sequence(x, layout, rank).transpose(1, 2) for x in rows)
     options = theirs._cp_options
     before = options.enable_load_balance, options.rotate_method
     theirs.set_rotate_method(rotate)
@@ -37,14 +52,23 @@ def template(group, rank, count, case, rotate):
         )
     finally:
         options.enable_load_balance, options.rotate_method = before
-    return [o.transpose(1, 2).float(), lse, *(x.transpose(1, 2).float() for x in found)]
+    results = [o.transpose(1, 2).float(), lse, *(x.transpose(1, 2).float() for x in found)]
+    # Their ring does not know of padding, whose rows come last and are dropped.
+    padding = torch.from_numpy(layout.positions(rank)) >= layout.length
+    for at, x in enumerate(results):
+        x.movedim(2 if at == 1 else 1, 0)[padding] = 0.0
+    return results
 
 
 TEMPLATES = [
     (count, rotate, {**case, "sizes": sizes, "dtype": dtype})
     for count, rotate in ((2, "alltoall"), (2, "allgather"), (4, "allgather"))
     for sizes, dtype in (((4, 4, 16, 16), torch.float32), ((4, 2, 16, 16), torch.bfloat16))
-    for case in (dict(length=48, causal=True), dict(length=44, causal=False, balance="contiguous"))
+    for case in (
+        dict(length=48, causal=True),
+        dict(length=45, causal=True),
+        dict(length=44, causal=False, balance="contiguous"),
+    )
 ]
 
 
@@ -54,6 +78,21 @@ def test_the_ring_of_torch(pool, count, rotate, case):
         "torch.distributed.tensor.experimental._context_parallel._attention", reason="this torch has no such ring"
     )
     judge(case, pool.run(template, count, case, rotate), layout_of(case, count, {}))
+
+
+@pytest.mark.parametrize("count,rotate", [(2, "alltoall"), (4, "allgather")])
+def test_the_ring_of_torch_over_documents(pool, count, rotate):
+    pytest.importorskip(
+        "torch.distributed.tensor.experimental._context_parallel._attention", reason="this torch has no such ring"
+    )
+    case = dict(length=63, documents=(17, 1, 45), causal=True, sizes=(4, 2, 16, 16), dtype=torch.bfloat16)
+    found = pool.run(template_of_documents, count, case, rotate)
+    whole_case, at = inputs(case), 0
+    for document, length in enumerate(case["documents"]):
+        one = {**case, "length": length, "rows": [x[None, at : at + length] for x in whole_case[0]]}
+        del one["documents"]
+        judge(one, [rank[document] for rank in found], layout_of(one, count, {}), f"document of {length}")
+        at += length
 
 
 def in_their_context(group, rank, count):

@@ -14,10 +14,13 @@ from fulgurite.shards import (
     assign_and_sum,
     components,
     kmeans,
+    lists,
     merge_sketches,
     merge_sums,
     merge_topk,
     next_centroids,
+    probed,
+    search_lists,
     seeds,
     sketch,
     topk,
@@ -97,6 +100,110 @@ def test_neighbours_over_shards():
     parts = [topk(grid[a:b], grid[:3], 6, first_row=a) for a, b in ((11, 20), (0, 7), (7, 11))]
     distances, found = merge_topk(parts, 6)
     assert (found == np.arange(6)).all() and (distances[:, :5] == 0).all() and (distances[:, 5] == 1).all()
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
+def test_inverted_lists_over_shards(metric):
+    queries, centroids = POINTS[::40] + np.float32(0.25), POINTS[:1500:100]
+    labels = [assign_and_sum(x, centroids, metric=metric).labels for x in SHARDS]
+    made = [lists(x, centroids, of, first_row=at, metric=metric) for x, of, at in zip(SHARDS, labels, CUTS)]
+    want, want_rows = NearestNeighbors(7, metric=metric).fit(POINTS).kneighbors(queries)
+    # All lists give the exact answer.
+    distances, found = merge_topk([search_lists(x, queries, 7, n_probes=15) for x in made], 7)
+    assert (distances == want).all() and (found == want_rows).all()
+    # Fewer give the nearest rows of those lists, whatever the shards.
+    distances, found = merge_topk([search_lists(x, queries, 7, n_probes=3) for x in made], 7)
+    at = probed(centroids, queries, 3, metric=metric)
+    of = np.concatenate(labels)
+    for query, own, near, rows in zip(queries, at, distances, found):
+        inside = np.flatnonzero(np.isin(of, own))
+        best, order = NearestNeighbors(min(7, len(inside)), metric=metric).fit(POINTS[inside]).kneighbors(query[None])
+        assert (rows[: len(inside)] == inside[order[0]]).all() and (near[: len(inside)] == best[0]).all()
+    few = search_lists(made[1], queries, 3, n_probes=15)  # a shard of one row
+    assert (few[1][:, 0] == 400).all() and (few[1][:, 1:] == -1).all() and np.isinf(few[0][:, 1:]).all()
+    assert (search_lists(made[2], queries, 3)[1] == -1).all()
+    for call, message in (
+        (lambda: lists(POINTS, centroids, labels[0]), "`labels` is int32 [400], allowed: 1500 integers from 0 to 14"),
+        (lambda: lists(POINTS[:2], centroids, [0, 15]), "`labels` is int64 [2], allowed: 2 integers from 0 to 14"),
+        (lambda: search_lists(made[0], queries, 3, n_probes=16), "`n_probes` is 16, allowed: 1 to 15"),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value).startswith(message), error.value
+
+
+def test_arrow_batches_of_partitions():
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from fulgurite.arrow import AssignArrow
+
+    centroids = POINTS[:12]
+
+    def batches(rows):
+        for part in np.array_split(rows, 2):
+            fixed = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(part.ravel()), 9)
+            column = fixed if len(part) % 2 else fixed.cast(pyarrow.list_(pyarrow.float32()))
+            yield pyarrow.RecordBatch.from_arrays([column], ["x"])
+
+    rows = [
+        row
+        for at, shard in reversed(list(enumerate(SHARDS)))
+        for batch in AssignArrow(centroids, column="x", partition=at)(batches(shard))
+        for row in batch.to_pylist()
+    ]
+    found = merge_sums(AssignArrow.parts(rows))
+    halves = [[assign_and_sum(x, centroids) for x in np.array_split(shard, 2)] for shard in SHARDS]
+    want = merge_sums(map(merge_sums, halves))
+    assert found.sums.tobytes() == want.sums.tobytes() and (found.counts == want.counts).all()
+    assert found.inertia == want.inertia
+    wrong = pyarrow.RecordBatch.from_pydict({"x": [[1.0], [1.0, 2.0]], "s": ["a", "b"], "n": [[1.0], None]})
+    for column, message in (
+        ("y", "`column` is 'y', allowed: 'x', 's', 'n'"),
+        ("x", "`x` has lists of 1 to 2 elements, allowed: one length"),
+        ("s", "`s` is string, allowed: lists of numbers"),
+        ("n", "`n` has 1 nulls, allowed: none"),
+    ):
+        with pytest.raises(ValueError) as error:
+            list(AssignArrow(centroids, column=column)([wrong]))
+        assert str(error.value).startswith(message), error.value
+
+
+def test_dask_workers_give_the_bits_of_one_process():
+    dask = pytest.importorskip("dask", reason="Dask is not installed")
+    step = dask.delayed(assign_and_sum, pure=True)
+    first = POINTS[::120]
+    one = kmeans(lambda c: [assign_and_sum(x, c) for x in SHARDS], first)
+    two = kmeans(lambda c: dask.compute(*[step(x, c) for x in SHARDS], scheduler="threads"), first)
+    assert one.centroids.tobytes() == two.centroids.tobytes() and one.inertia == two.inertia
+
+
+def test_spark_partitions_give_the_bits_of_one_process(tmp_path):
+    if not LONG:
+        pytest.skip("starts Spark; FULGURITE_LONG=1 runs it")
+    pytest.importorskip("pyspark", reason="Spark is not installed")
+    import shutil
+
+    if not (os.environ.get("JAVA_HOME") or shutil.which("java")):
+        pytest.skip("Spark needs Java, which is not installed")
+    from pyspark.sql import SparkSession
+
+    from fulgurite.arrow import AssignArrow
+
+    path = os.path.dirname(os.path.dirname(__import__("fulgurite").__file__))
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    spark = spark.config("spark.executorEnv.PYTHONPATH", path).getOrCreate()
+    try:
+        frame = spark.sparkContext.parallelize([(x.tolist(),) for x in POINTS], 4).toDF("x array<float>")
+        first = POINTS[::120]
+
+        def parts(centroids):
+            return AssignArrow.parts(frame.mapInArrow(AssignArrow(centroids, column="x"), AssignArrow.SCHEMA).collect())
+
+        two = kmeans(parts, first)
+        own = [POINTS[a:b] for a, b in zip(range(0, 1500, 375), range(375, 1501, 375))]
+        one = kmeans(lambda c: [assign_and_sum(x, c) for x in own], first)
+        assert one.centroids.tobytes() == two.centroids.tobytes() and one.inertia == two.inertia
+    finally:
+        spark.stop()
 
 
 @pytest.mark.parametrize("estimator,centred", [(PCA, True), (TruncatedSVD, False)])
@@ -193,6 +300,12 @@ def test_ray_actors_give_the_bits_of_one_process(ray, tmp_path):
     queries = POINTS[:30]
     for got, want in zip(held.kneighbors(queries, 6), NearestNeighbors(6).fit(POINTS).kneighbors(queries)):
         assert (got == want).all()
+    made = held.ivf(9, random_state=1)
+    for got, want in zip(made.kneighbors(queries, 6, n_probes=9), NearestNeighbors(6).fit(POINTS).kneighbors(queries)):
+        assert (got == want).all()
+    before = made.kneighbors(queries, 6, n_probes=2)
+    ray.kill(held.actors[0], no_restart=False)
+    assert all((a == b).all() for a, b in zip(before, made.kneighbors(queries, 6, n_probes=2)))
     merged = merge_sketches(map(sketch, SHARDS))
     for got, want in zip((*held.pca(3), *held.svd(3)), (*components(merged, 3), *components(merged, 3, centred=False))):
         assert got.tobytes() == want.tobytes()

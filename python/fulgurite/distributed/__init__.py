@@ -18,8 +18,9 @@ except ImportError as cause:
     raise ImportError("fulgurite.distributed needs torch with torch.distributed; install torch") from cause
 
 from ._attention import bytes_sent, context_parallel_attention, shard_sequence, unshard_sequence
+from ._blocks import block_attention, block_attention_backward, sm_margin
 from ._delta import context_parallel_gated_delta_rule
-from ._exchange import MismatchError, PeerError, traffic
+from ._exchange import MismatchError, PeerError, Span, timeline, traffic, write_trace
 from ._layout import Layout, sequence_layout
 from ._template import ring_op, ring_op_backward
 
@@ -27,6 +28,9 @@ __all__ = [
     "Layout",
     "MismatchError",
     "PeerError",
+    "Span",
+    "block_attention",
+    "block_attention_backward",
     "bytes_sent",
     "context_parallel_attention",
     "context_parallel_gated_delta_rule",
@@ -34,6 +38,9 @@ __all__ = [
     "ring_op_backward",
     "sequence_layout",
     "shard_sequence",
+    "sm_margin",
+    "timeline",
     "traffic",
     "unshard_sequence",
+    "write_trace",
 ]

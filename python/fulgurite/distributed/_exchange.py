@@ -6,6 +6,9 @@ import contextlib
 import datetime
 import functools
 import json
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +50,75 @@ def count(kind, sent):
         counted[kind] += sent
 
 
+class Span(NamedTuple):
+    """An interval of a rank's host, in ns of `time.time_ns`, which ranks of one machine share."""
+
+    # "compute", "message" (from its start until it is known to have ended), or "wait" (for a message).
+    kind: str
+    name: str
+    start: int
+    end: int
+
+
+_timelines: list[list[Span]] = []
+
+
+@contextlib.contextmanager
+def timeline():
+    """Records what this rank does in a ring, as a list of `Span`. Kernels of a GPU run on after their calls return:
+    there, use a profiler of GPUs.
+
+    >>> with timeline() as spans:
+    ...     context_parallel_attention(q, k, v)
+    >>> write_trace("ring.json", [spans])                               # opens in Perfetto
+    """
+    spans: list[Span] = []
+    _timelines.append(spans)
+    try:
+        yield spans
+    finally:
+        _timelines.remove(spans)
+
+
+@contextlib.contextmanager
+def span(kind, name):
+    """Records an interval."""
+    start = time.time_ns()
+    try:
+        yield
+    finally:
+        record(kind, name, start)
+
+
+def record(kind, name, start):
+    """Records an interval that ends now."""
+    for spans in _timelines:
+        spans.append(Span(kind, name, start, time.time_ns()))
+
+
+def write_trace(path, ranks: Sequence[Sequence[Span]]) -> None:
+    """Writes the spans of each rank (`timeline`) as a trace that Perfetto and chrome://tracing open."""
+    first = min((one.start for spans in ranks for one in spans), default=0)
+    rows = {"compute": 0, "wait": 0, "message": 1}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}} for rank in range(len(ranks))
+    ]
+    for rank, spans in enumerate(ranks):
+        for one in spans:
+            times = {"ts": (one.start - first) / 1e3, "dur": (one.end - one.start) / 1e3}
+            events.append({"ph": "X", "name": one.name, "cat": one.kind, "pid": rank, "tid": rows[one.kind], **times})
+    with open(path, "w") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+class _Works(list):
+    """Requests of a message, with its name and the time of its start."""
+
+    def __init__(self, works, name):
+        super().__init__(works)
+        self.name, self.started = name, time.time_ns()
+
+
 def between_graphs(function):
     """A function that sends messages: torch.compile calls it between two graphs.
 
@@ -78,6 +150,7 @@ class Group:
     def wait(self, works, doing):
         """Waits until messages are there."""
         limit = None if self.seconds is None else datetime.timedelta(seconds=self.seconds)
+        before = time.time_ns()
         try:
             for work in works:
                 done = work.wait() if limit is None else work.wait(limit)
@@ -85,6 +158,9 @@ class Group:
                     raise RuntimeError("the message failed")
         except RuntimeError as cause:
             raise self._lost(doing, cause) from cause
+        record("wait", doing, before)
+        if isinstance(works, _Works):
+            record("message", works.name, works.started)
 
     def _lost(self, doing, cause):
         limit = "the time limit of the group" if self.seconds is None else f"{self.seconds:g} s"
@@ -113,7 +189,7 @@ class Group:
             dist.P2POp(dist.irecv, received, peer(source), self.group),
         ]
         try:
-            return dist.batch_isend_irecv(operations)
+            return _Works(dist.batch_isend_irecv(operations), kind)
         except RuntimeError as cause:
             raise self._lost(f"sending to rank {to}", cause) from cause
 

@@ -223,6 +223,19 @@ def _block(q, k, mask):
     return Block((q0, q1), (k0, k1), None if before is after is None else (before, after), None, shift)
 
 
+def block_between(q, k, mask) -> Block | None:
+    """The block between any chunk of queries and any chunk of keys, with positions as rows; None if it is empty. Where
+    documents divide the sequence, chunks are equal or disjoint."""
+    if q[0] >= q[1] or k[0] >= k[1]:
+        return None
+    if q != k and q[0] < k[1] and k[0] < q[1] and len(mask.documents) > 2:
+        raise ValueError(
+            f"queries at {q[0]} to {q[1]} and keys at {k[0]} to {k[1]} overlap, allowed with `cu_seqlens`: equal or "
+            f"disjoint rows; divide them"
+        )
+    return _block(q, k, mask)
+
+
 @functools.lru_cache(256)
 def hops(slots, length, mask) -> int:
     """How many times keys travel to the next rank until every rank has had all it needs."""

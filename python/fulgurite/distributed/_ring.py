@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._api import attention, attention_backward
+from .. import _dispatch
+from .._api import _described, attention, attention_backward
 from .._combine import merge
-from ._exchange import Group
+from ._exchange import Group, span
 from ._layout import Mask, blocks, hops, runs
 
 
@@ -48,8 +49,15 @@ class Pair:
 
 def _wide(x):
     """The tensor in f32 where kernels have f32 results only from f32 inputs: parts must not be rounded to 16 bits.
-    Kernels of a GPU take 16 bits, and their parts are rounded."""
+    Kernels of a GPU take 16 bits, and write f32 results where `_kernels_merge`."""
     return x if x.is_cuda else x.float()
+
+
+def _kernels_merge(q, v, unit=2):
+    """Whether kernels merge the result of a block with the f32 results before it. `unit`: elements that threads store
+    at a time. Other head dimensions have 16-bit parts on a GPU."""
+    dims = (q.shape[-1], v.shape[-1])
+    return q.is_cuda and q.dtype != torch.float32 and max(dims) <= 256 and not any(d % unit for d in dims)
 
 
 def _part(x, rows):
@@ -88,6 +96,49 @@ def _forward(call, block, q, k, v, slopes):
         return attention(q, k, v, return_lse=True, **more)
     parts = [attention(a, b, c, return_lse=True, **more) for a, b, c in zip(q, k, v)]
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+def add_block(call, block, q, k, v, slopes, out, lse):
+    """Merges the result of a block with the f32 results of its rows, `[batch, sequence, heads, head_dim]`."""
+    if not _kernels_merge(q, v):
+        part, part_lse = _forward(call, block, q, k, v, slopes)
+        _merge(out, lse, block.q, part.float(), part_lse)
+        return
+    more = _keywords(call, block, slopes, q.device)
+    del more["deterministic"]
+    out, part_lse = out[:, block.q[0] : block.q[1]], lse[:, :, block.q[0] : block.q[1]].contiguous()
+    tensors = [_part(q, block.q), _part(k, block.k), _part(v, block.k)]
+    # Documents are packed sequences, which have no batch axis.
+    calls = [(tensors, out, part_lse)]
+    if block.documents is not None:
+        calls = [([x[at] for x in tensors], out[at], part_lse[at]) for at in range(len(q))]
+    for given, o_rows, lse_rows in calls:
+        text, extras = _described(*given, **more)
+        _dispatch.description(text).forward_into(*given, extras, (o_rows, lse_rows), True)
+    lse[:, :, block.q[0] : block.q[1]] = part_lse
+
+
+def add_block_gradients(call, block, q, k, v, saved, slopes, totals):
+    """Adds the gradients of a block to the f32 gradients of q, k and v."""
+    if not _kernels_merge(q, v, 4):
+        parts = _backward(call, block, q, k, v, saved, slopes)
+        for total, rows, part in zip(totals, (block.q, block.k, block.k), parts):
+            total[:, rows[0] : rows[1]] += part
+        return
+    more = _keywords(call, block, slopes, q.device)
+    order = "order fixed;" if more.pop("deterministic") else ""
+    q, k, v = _part(q, block.q), _part(k, block.k), _part(v, block.k)
+    o, lse, d_o, d_lse = saved
+    o, d_o, lse = _part(o, block.q), _part(d_o, block.q), _columns(lse, block.q)
+    d_lse = None if d_lse is None else _columns(d_lse, block.q)
+    totals = [total[:, rows[0] : rows[1]] for total, rows in zip(totals, (block.q, block.k, block.k))]
+    calls = [((q, k, v), (o, lse, d_o, d_lse), totals)]
+    if block.documents is not None:
+        one = lambda tensors, at: [None if x is None else x[at] for x in tensors]  # noqa: E731
+        calls = [(one((q, k, v), at), one((o, lse, d_o, d_lse), at), one(totals, at)) for at in range(len(q))]
+    for given, kept, results in calls:
+        text, extras = _described(*given, **more)
+        _dispatch.description(text + order).backward_into(*given, extras, tuple(kept), list(results), True)
 
 
 def _backward(call, block, q, k, v, saved, slopes):
@@ -136,8 +187,8 @@ class Ring(torch.autograd.Function):
         wide_q = _wide(q)
         for step, keys, values in _travel(call, k, v):
             for block in call.blocks(step):
-                part, part_lse = _forward(call, block, wide_q, keys, values, slopes)
-                _merge(out, lse, block.q, part.float(), part_lse)
+                with span("compute", f"block of step {step}"):
+                    add_block(call, block, wide_q, keys, values, slopes, out, lse)
         if sinks is not None:
             for row, start, stop in runs(call.slots[call.group.rank], call.length):
                 rows = (row, row + stop - start)
@@ -162,9 +213,8 @@ class Ring(torch.autograd.Function):
         for step, keys, values in _travel(call, k, v):
             d_k, d_v = carried.fresh()
             for block in call.blocks(step):
-                parts = _backward(call, block, wide_q, keys, values, saved, slopes)
-                for total, rows, part in zip((d_q, d_k, d_v), (block.q, block.k, block.k), parts):
-                    total[:, rows[0] : rows[1]] += part
+                with span("compute", f"gradients of step {step}"):
+                    add_block_gradients(call, block, wide_q, keys, values, saved, slopes, (d_q, d_k, d_v))
             carried.add(step)
         d_k, d_v = carried.home()
         d_sinks = None if sinks is None else _d_sinks(sinks, saved).to(sinks.dtype)
