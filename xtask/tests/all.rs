@@ -2,5 +2,6 @@
 
 mod circles;
 mod crates;
+mod documents;
 mod environment;
 mod machines;
