@@ -18,6 +18,7 @@ PAGES = [
     "docs/guide/low-precision.md",
     "docs/guide/parallax.md",
     "README.md",
+    "python/README.md",
 ]
 
 

@@ -127,3 +127,12 @@ fn charts_and_tables_are_those_of_the_result_files() {
     let said = String::from_utf8_lossy(&done.stdout) + String::from_utf8_lossy(&done.stderr);
     assert!(done.status.success(), "{said}");
 }
+
+/// The wheel carries copies: its manifest cannot name files above its folder.
+#[test]
+fn the_wheel_has_the_licences() {
+    for name in ["LICENSE-MIT", "LICENSE-APACHE"] {
+        let [ours, copy] = [root().join(name), root().join("python").join(name)].map(std::fs::read);
+        assert_eq!(ours.expect("a licence"), copy.expect("a copy of it"), "python/{name} differs");
+    }
+}
