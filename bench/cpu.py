@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -71,6 +70,7 @@ import fulgurite  # noqa: E402
 import numpy as np  # noqa: E402
 import peers  # noqa: E402
 import torch  # noqa: E402
+from report_cpu_page import markdown  # noqa: E402
 from race import (  # noqa: E402
     Contender, Steal, commit, differences, geometric_mean, last_level_cache_bytes, machine, race, say, today,
 )  # fmt: skip
@@ -356,64 +356,6 @@ def summary(rows):
         most = 16 if row["cell"] == "forward" else None
         add("memory", f"{row['cell']}, MiB beside inputs and outputs", row["extra_mib"], most=most)
     return lines
-
-
-def table(header, rows):
-    line = lambda cells: "| " + " | ".join(cells) + " |\n"
-    return line(header) + line(["---"] * len(header)) + "".join(map(line, rows)) + "\n"
-
-
-def markdown(record):
-    rows, of = record["rows"], lambda part: [row for row in record["rows"] if row["part"] == part]
-    here = record["machine"]
-    setting = f"{here['cpu']}, {here['cores']} cores, {record['threads']} threads, "
-    setting += f"{', '.join(here.get('flags', []))}. Commit {record['commit']}. "
-    setting += ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    setting += f". `{record['command']}`. Steal {record['steal']:.1%}."
-    setting = textwrap.fill(setting, 150, break_long_words=False, break_on_hyphens=False)
-    text = f"# CPU comparison, {record['date']}\n\n{setting}\n\n"
-    text += "Speeds are medians, bests in brackets; ratios likewise. CPUs: processor time over wall time.\n\n"
-    both = lambda row, key: f"{row[key + '_median']:.2f} ({row[key + '_best']:.2f})"
-    speed = lambda t, unit: f"{t['median_' + unit]:.1f} ({t['best_' + unit]:.1f})"
-    if of("forward"):
-        text += "## Forward, f32, GFLOP/s\n\n"
-        text += "Share: of the matrix product beside it; heads inside: the same for tensors `[batch, sequence, heads, dim]`.\n\n"
-        header = "cell, ours, best peer, which, ratio, matmul, share, heads inside, bf16/f32, f16/f32, CPUs, steal"
-        text += table(header.split(", "), [
-            [r["cell"], speed(r["timings"]["ours f32"], "gflops"), speed(r["timings"][r["ratio_to_median"]], "gflops"),
-             r["ratio_to_median"], both(r, "ratio"), speed(r["timings"][r["share_to_median"]], "gflops"),
-             both(r, "share"), both(r, "inside") if "inside_median" in r else "-", both(r, "bf16"), both(r, "f16"), f"{r['timings']['ours f32']['cpus']:.2f}",
-             f"{r['steal']:.0%}"] for r in of("forward")
-        ])  # fmt: skip
-    if of("backward"):
-        text += "## Backward, f32, GFLOP/s\n\n"
-        text += table(["cell", "ours", "torch", "ratio", "CPUs", "steal"], [
-            [r["cell"], *(speed(r["timings"][name], "gflops") for name in ("ours", "torch")), both(r, "ratio"),
-             f"{r['timings']['ours']['cpus']:.2f}", f"{r['steal']:.0%}"] for r in of("backward")
-        ])  # fmt: skip
-    if of("decode"):
-        text += "## Decode, GB/s of K and V: 1 query, 32 query heads over 8, head dim 128, 8192 keys\n\n"
-        names = ["ours", "read", "torch sum", "torch gqa", "torch folded"]
-        text += table(["cell", *names, "ours/read", "steal"], [
-            [r["cell"], *(speed(r["timings"][name], "gbs") for name in names), both(r, "ratio"), f"{r['steal']:.0%}"]
-            for r in of("decode")
-        ])  # fmt: skip
-    if of("memory"):
-        text += "## Memory at 32768 tokens, 1 head, head dim 64\n\n"
-        text += table(["call", "beside inputs and outputs, MiB", "inputs and outputs, MiB"], [
-            [r["cell"], f"{r['extra_mib']:.1f}", f"{r['inputs_outputs_bytes'] / 2**20:.1f}"] for r in of("memory")
-        ])  # fmt: skip
-    text += "## Summary\n\n"
-    text += table(["what", "value", "bar", "met"], [
-        [line["what"], f"{line['value']:.2f}", line["bar"] or "-",
-         "-" if line["met"] is None else ("yes" if line["met"] else "**no**")] for line in record["summary"]
-    ])  # fmt: skip
-    for row in of("matmul"):
-        products = ", ".join(f"{name} {speed(t, 'gflops')}" for name, t in row["timings"].items())
-        text += f"Matrix products, f32, GFLOP/s: {products}.\n\n"
-    if record["problems"]:
-        text += "## Problems\n\n" + "".join(f"- {problem}\n" for problem in record["problems"])
-    return text.rstrip() + "\n"
 
 
 def said():

@@ -37,7 +37,7 @@ from .flash import (
 )
 from .flash_attn_interface import register_as_flash_attn
 from .huggingface import register_with_diffusers, register_with_transformers
-from .insight import Counters, Explanation, attention_counters, explain
+from .insight import Counters, Explanation, Findings, attention_counters, doctor, explain
 from .kvcache import KvCache
 from .masks import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from .sage import sageattn
@@ -57,6 +57,7 @@ __all__ = [
     "BlockMask",
     "Counters",
     "Explanation",
+    "Findings",
     "KvCache",
     "Skip",
     "SkipReport",
@@ -70,6 +71,7 @@ __all__ = [
     "classify_heads",
     "create_block_mask",
     "create_mask",
+    "doctor",
     "engines",
     "explain",
     "fla",

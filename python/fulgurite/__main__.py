@@ -62,7 +62,12 @@ def _gpu() -> str:
 
 def doctor(options) -> tuple:
     """Describes this machine and its engines."""
-    engine, *why = _fulgurite.explain(options.engine)
+    return (*found(options.engine), True)
+
+
+def found(name: str) -> tuple[dict[str, Any], str]:
+    """What `doctor` says, as values and as text."""
+    engine, *why = _fulgurite.explain(name)
     results: dict[str, Any] = {
         "versions": _versions(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -79,7 +84,7 @@ def doctor(options) -> tuple:
         f"extension     {results['extension']}",
     ]
     lines += [f"gpu           {results['gpu']}", "", f"engine        {engine}", *(f"  {line}" for line in why)]
-    return results, "\n".join(lines), True
+    return results, "\n".join(lines)
 
 
 def _best_seconds(function, seconds):

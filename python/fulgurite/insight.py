@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from . import _dispatch
+from . import _dispatch, _html
 
 Array = Any
 
@@ -44,6 +44,46 @@ class Explanation(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Explanation({self._values!r})"
+
+    def _repr_html_(self) -> str:
+        first = [("engine", self["engine"]), ("products", self["products"] or "")]
+        return _html.rows("which engine computes this call", [*first, *self["engines"].items()])
+
+
+class Findings(Mapping[str, Any]):
+    """What `doctor` found, as a mapping; `str()` gives the lines that `python -m fulgurite doctor` prints."""
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        self._values, self._text = values, text
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Findings({self._values!r})"
+
+    def _repr_html_(self) -> str:
+        found = dict(self._values)
+        pairs = [(name, version or "not installed") for name, version in found.pop("versions").items()]
+        for name, value in found.items():
+            pairs.append((name, "; ".join(value) if isinstance(value, list) else value))
+        return _html.rows("what fulgurite found on this machine", pairs)
+
+
+def doctor(engine: str = "best") -> Findings:
+    """Versions, machine, GPU and the engine that is chosen, with the reason."""
+    from .__main__ import found
+
+    return Findings(*found(engine))
 
 
 def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:

@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 import numpy
 
-from . import _fulgurite
+from . import _fulgurite, _html
 from ._arrays import integers, is_torch
 from ._describe import mask_entries
 from .capture import Combined, TracedMask, Tracer
@@ -138,6 +138,16 @@ class BlockMask:
 
     def __repr__(self) -> str:
         return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%)"
+
+    def _repr_html_(self) -> str:
+        """The blocks of the first head of the first sequence: skipped, partial, full."""
+        kinds = numpy.zeros(self.kv_indices.shape[2:], numpy.int8)
+        lists = ((1, self.kv_num_blocks, self.kv_indices), (2, self.full_kv_num_blocks, self.full_kv_indices))
+        for kind, counts, indices in lists if self.kv_indices.shape[0] and self.kv_indices.shape[1] else ():
+            for row in range(kinds.shape[0]):
+                kinds[row, indices[0, 0, row][: counts[0, 0, row]]] = kind
+        more = "" if self.kv_indices.shape[:2] == (1, 1) else "; the first head of the first sequence is drawn"
+        return _html.tiles(f"{self!r}, blocks of {self.BLOCK_SIZE[0]} x {self.BLOCK_SIZE[1]}{more}", kinds)
 
 
 def _block_size(BLOCK_SIZE):

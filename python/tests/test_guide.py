@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "docs/guide/python.md",
+    "docs/guide/migration.md",
     "docs/guide/neighbors.md",
     "docs/guide/distributed.md",
     "docs/guide/block-skipping.md",
@@ -17,6 +18,7 @@ PAGES = [
     "docs/guide/low-precision.md",
     "docs/guide/parallax.md",
     "README.md",
+    "python/README.md",
 ]
 
 

@@ -14,6 +14,22 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 
 
+def test_notebooks_show_escaped_tables_and_tiles():
+    mask = fulgurite.create_block_mask(lambda b, h, i, j: (j <= i) & (i - j < 200), None, None, 1000, 1000)
+    shown = mask._repr_html_()
+    full, partial = int(mask.full_kv_num_blocks.sum()), int(mask.kv_num_blocks.sum())
+    assert partial > 0 and shown.count("<rect") == full + partial and f"partial {partial / 64:.1%}" in shown
+    empty = fulgurite.create_block_mask(lambda b, h, i, j: j <= i, None, None, 0, 0)
+    assert "<svg" in empty._repr_html_()
+    large = fulgurite.create_block_mask(lambda b, h, i, j: j <= i, None, None, 40000, 40000)
+    assert shown.count("<script") == 0 and large._repr_html_().count("<rect") < 96 * 96
+    q = np.zeros((1, 4, 1, 8), np.float32)
+    assert "cpu" in explain(q, q, q)._repr_html_()
+    found = fulgurite.doctor()
+    assert found["versions"]["fulgurite"] == fulgurite.__version__ and "\ngpu  " in str(found)
+    assert "<table>" in found._repr_html_() and "&lt;" in fulgurite._html.rows("<", [("a", "<b>")])
+
+
 def normal(rng, *shape):
     return rng.standard_normal(shape, dtype=np.float32)
 

@@ -8,7 +8,6 @@
 mod bench;
 mod fuzz;
 mod kernels;
-mod markers;
 mod python;
 mod steps;
 mod test;
