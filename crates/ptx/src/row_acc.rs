@@ -5,6 +5,7 @@ use crate::inst::{Arg, Class, Reg};
 use crate::row_view::RowView;
 use crate::table::convert;
 use crate::tile::{Fragment, Tile};
+use std::panic::Location;
 
 /// Elements of 16 bits that a thread writes to shared memory at a time: 16 bytes.
 const RUN: u32 = 8;
@@ -114,11 +115,12 @@ impl<'k> RowView<'k> for RowAcc<'k> {
             ));
             return;
         }
-        let elements: Vec<Val<'k, f32>> = self.elements().collect();
+        let (at, elements) = (Location::caller(), self.elements().collect::<Vec<Val<'k, f32>>>());
         for (unit, run) in (0u32..).zip(elements.chunks(RUN as usize)) {
             let words = std::array::from_fn(|i| {
-                let pair = f(0, run[2 * i]).pair_with::<T>(f(0, run[2 * i + 1]));
-                Val::<u32>::reg(self.k, pair.in_register())
+                let (low, high) = (f(0, run[2 * i]), f(0, run[2 * i + 1]));
+                let pair = self.k.placed(at, || low.pair_with::<T>(high).in_register());
+                Val::<u32>::reg(self.k, pair)
             });
             tile.write_unit(w, Self::first_row(w), w.constant(unit), words);
         }

@@ -149,7 +149,11 @@ impl<'k> TensorTile<'k> {
             Some(index) => TensorTile { column: self.column + index as u32 * columns, ..self },
             None => {
                 let own = index * columns;
-                TensorTile { moved: Some(self.moved.map_or(own, |moved| moved + own)), ..self }
+                let moved = match self.moved {
+                    Some(moved) => moved + own,
+                    None => own,
+                };
+                TensorTile { moved: Some(moved), ..self }
             }
         }
     }
@@ -181,7 +185,10 @@ impl<'k> TensorTile<'k> {
     /// The tile's address, from that of the kernel's first column; `offset` counts columns.
     #[track_caller]
     fn place(self, base: Val<'k, u32>, offset: u32) -> Arg {
-        let base = self.moved.map_or(base, |moved| base + moved);
+        let base = match self.moved {
+            Some(moved) => base + moved,
+            None => base,
+        };
         Arg::Address(Base::Reg(base.in_register()), (self.column + offset) as i32)
     }
 }
