@@ -1,5 +1,7 @@
 """The tables of docs/lab/results/cpu.md from the record that bench/cpu.py writes: a part of it and of bench/report.py."""
 
+import textwrap
+
 
 def table(header, rows):
     line = lambda cells: "| " + " | ".join(cells) + " |\n"
@@ -19,10 +21,12 @@ def markdown(record):
     """The tables of docs/lab/results/cpu.md."""
     rows, of = record["rows"], lambda part: [row for row in record["rows"] if row["part"] == part]
     here = record["machine"]
-    text = f"# CPU comparison, {record['date']}\n\n{here['cpu']}, {here['cores']} cores, {record['threads']} threads, "
-    text += f"{', '.join(here.get('flags', []))}. Commit {record['commit']}. "
-    text += ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    text += f". `{record['command']}`. Steal {record['steal']:.1%}.\n\n"
+    setting = f"{here['cpu']}, {here['cores']} cores, {record['threads']} threads, "
+    setting += f"{', '.join(here.get('flags', []))}. Commit {record['commit']}. "
+    setting += ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    setting += f". `{record['command']}`. Steal {record['steal']:.1%}."
+    setting = textwrap.fill(setting, 150, break_long_words=False, break_on_hyphens=False)
+    text = f"# CPU comparison, {record['date']}\n\n{setting}\n\n"
     text += "Speeds are medians, in brackets by the minimum time (\"by bests\"); ratios likewise. CPUs: processor time over wall time.\n\n"
     both = lambda row, key: f"{row[key + '_median']:.2f} ({row[key + '_best']:.2f})"
     speed = lambda t, unit: f"{t['median_' + unit]:.1f} ({t['best_' + unit]:.1f})"
