@@ -17,8 +17,10 @@ struct Results {
     problem: String,
     /// Each engine and its verdict.
     engines: Vec<String>,
-    /// How it runs on Hopper, or why not.
-    hopper: Result<Hopper, String>,
+    /// How it runs on Hopper.
+    hopper: Option<Hopper>,
+    /// The reason why it does not run on Hopper.
+    hopper_refused: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -53,21 +55,23 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
     }
     let (builder, sizes, problem) = (args.builder(), args.sizes(), args.problem()?);
     let explained = if args.backward { gpu::explain_backward } else { gpu::explain };
+    let (hopper, hopper_refused) = match explained(&builder, sizes, &tables()?) {
+        Ok(explained) => (Some(hopper(args, &problem, &explained)?), None),
+        Err(fulgurite::Error::Unsupported(refused)) => (None, Some(refused.to_string())),
+        Err(e) => return Err(e.into()),
+    };
     let results = Results {
         version: env!("CARGO_PKG_VERSION"),
         pass: if args.backward { "backward" } else { "forward" },
         problem: args.words(),
         engines: explain(&problem, args.engine.engine).lines().map(String::from).collect(),
-        hopper: match explained(&builder, sizes, &tables()?) {
-            Ok(explained) => Ok(hopper(args, &problem, &explained)?),
-            Err(fulgurite::Error::Unsupported(refused)) => Err(refused.to_string()),
-            Err(e) => return Err(e.into()),
-        },
+        hopper,
+        hopper_refused,
     };
     if args.json { json::print(&results) } else { say(&text(&results)) }
 }
 
-/// The cuts that a call here would take: those of the profile, where there is a GPU that has one.
+/// The tile configurations that a call here would take: those of the profile, where there is a GPU that has one.
 fn tables() -> Result<Tables, fulgurite::Error> {
     match Cuda::open(0, Options::default()) {
         Ok(gpu) => Ok(crate::args::profiles().tables(&gpu.name())?),
@@ -200,15 +204,16 @@ fn text(results: &Results) -> String {
     let mut lines = vec![results.problem.clone(), String::new()];
     lines.extend(results.engines.iter().map(|engine| format!("  {engine}")));
     lines.push(String::new());
+    lines.extend(results.hopper_refused.iter().map(|refused| format!("on Hopper: {refused}")));
     match &results.hopper {
-        Err(refused) => lines.push(format!("on Hopper: {refused}")),
-        Ok(hopper) => {
+        None => {}
+        Some(hopper) => {
             let [rows, cols] = hopper.tile;
             lines.push(format!("on Hopper: {}, {}", hopper.kernel, hopper.why));
-            lines.push(format!("  tiles      {}", hopper.tile_config));
+            lines.push(format!("  config     {}", hopper.tile_config));
             let backward = results.pass == "backward";
             let of_tiles = match backward {
-                false => format!("{rows} rows of queries, {cols} keys a block, {} blocks", hopper.blocks),
+                false => format!("{rows} rows of queries, {cols} keys a block, {} key blocks", hopper.blocks),
                 true => format!("{rows} keys, {cols} queries a step, {} steps", hopper.blocks),
             };
             lines.push(format!("  tiles      {of_tiles}"));
