@@ -1,4 +1,4 @@
-//! What people and CI run: `cargo xtask test | ci | bench | fuzz | fingerprints | wheel`.
+//! What people and CI run: `cargo xtask test | ci | bench | fuzz | fingerprints | site | wheel`.
 //!
 //! Everything that a task needs beyond a Rust toolchain is installed under the target folder. A step whose
 //! tool cannot be had is skipped with the reason; a step that runs and fails fails the task.
@@ -9,10 +9,11 @@ mod bench;
 mod fuzz;
 mod kernels;
 mod python;
+mod site;
 mod steps;
 mod test;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 const USAGE: &str = "\
@@ -24,6 +25,8 @@ usage: cargo xtask <task>
   fuzz [TARGET] [--seconds N]         a fuzz target, or all of them, for N seconds each (default 60)
   fingerprints [--update] [--texts DIR]
                                       names the GPU kernels that a change altered; --update accepts them
+  site [--test [FOLDER]]              all documentation and the live pages, in target/site; needs no network.
+                                      --test opens every page in Chromium, or those of a built FOLDER
   wheel                               the Python wheel, in target/wheels, tested where it is installed
 ";
 
@@ -75,6 +78,9 @@ fn main() -> ExitCode {
             Ok(options) => report.step("kernels that changed", || kernels::fingerprints(&options)),
             Err(why) => return usage(&why),
         },
+        ["site"] => report.step("the site", site::build),
+        ["site", "--test"] => report.step("the site in a browser", site::build_and_browse),
+        ["site", "--test", folder] => report.step("the site in a browser", || site::browse(Path::new(folder))),
         ["wheel"] => report.step("the wheel, installed where there is only NumPy", python::wheel_tests),
         ["help" | "--help" | "-h"] => {
             print!("{USAGE}");

@@ -1,7 +1,7 @@
 //! `cargo xtask test` and `cargo xtask ci`.
 
 use crate::steps::{Report, Trouble, must, works};
-use crate::{build_programs, cargo, fuzz, kernels, program, python, root};
+use crate::{build_programs, cargo, fuzz, kernels, program, python, root, site};
 use std::process::Command;
 
 /// How much to test.
@@ -75,6 +75,7 @@ pub fn run(report: &mut Report, extent: Extent) {
         report.step("NEON under emulation", neon);
         report.step("the wheel, installed where there is only NumPy", python::wheel_tests);
         report.step("the wheel against PyTorch and transformers", python::torch_tests);
+        report.step("the site in a browser", site::build_and_browse);
         fuzz::run(report, None, FUZZ_SECONDS);
     }
 }

@@ -93,6 +93,7 @@ const CRATES: &[CrateRule] = &[
         in_tests: &[],
         forbids_unsafe: true,
     },
+    CrateRule { name: "fulgurite-site", folder: "site", uses: &["fulgurite"], in_tests: &[], forbids_unsafe: true },
     CrateRule { name: "xtask", folder: "xtask", uses: &[], in_tests: &[], forbids_unsafe: true },
 ];
 

@@ -46,6 +46,10 @@ pub enum Command {
     Neighbors(NeighborsArgs),
     /// Singular values and components of the rows of a file
     Svd(SvdArgs),
+    /// Print a script that completes commands and options in a shell
+    Completions(CompletionsArgs),
+    /// Write a manual page for each command
+    Man(ManArgs),
 }
 
 /// The engine.
@@ -135,7 +139,10 @@ pub struct CheckArgs {
     /// Seed of the first random case [default: 1]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Only cases whose name contains this, such as a name that failed, or `random`
+    /// Print the names of the cases and end
+    #[arg(long)]
+    pub list: bool,
+    /// Only cases whose name contains this; `--list` prints the names, and `--long` adds cases called `random`
     #[arg(long, default_value = "", hide_default_value = true, value_name = "TEXT")]
     pub case: String,
     /// Only this engine; every one this machine can run if not given
@@ -309,6 +316,9 @@ pub struct ExplainArgs {
     /// With --skip: draw the tiles as an SVG picture
     #[arg(long, value_name = "FILE", requires = "skip")]
     pub picture: Option<PathBuf>,
+    /// With --skip: tensors that are drawn: topics (runs of tokens that look for each other) or normal (independent numbers)
+    #[arg(long, value_name = "NAME", default_value = "topics", value_parser = ["topics", "normal"], requires = "skip", conflicts_with = "tensors")]
+    pub data: String,
     /// With --skip: seed of tensors that are drawn
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub seed: u64,
@@ -429,6 +439,21 @@ pub struct ToolArgs {
     pub ptxas: Option<PathBuf>,
 }
 
+/// Arguments of `completions`.
+#[derive(Debug, clap::Args)]
+pub struct CompletionsArgs {
+    /// The shell
+    pub shell: clap_complete::Shell,
+}
+
+/// Arguments of `man`.
+#[derive(Debug, clap::Args)]
+pub struct ManArgs {
+    /// Folder for the pages, such as ~/.local/share/man/man1
+    #[arg(value_name = "DIR")]
+    pub folder: PathBuf,
+}
+
 /// The two sides of a window; `None` is unbounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
@@ -492,6 +517,13 @@ pub fn one_line(error: &clap::Error, named: &[&str]) -> String {
     let message = message.strip_prefix("error: ").unwrap_or(&message);
     // clap puts its suggestions on lines of their own.
     let message = message.replace(" tip: ", "; ");
+    let message = ["argument", "value", "subcommand"].iter().fold(message, |message, kind| {
+        let begin = format!("; a similar {kind} exists: ");
+        match message.split_once(&begin) {
+            Some((before, name)) => format!("{before}; did you mean {name}?"),
+            None => message,
+        }
+    });
     format!("{message}; try `fulgurite{path} --help`")
 }
 

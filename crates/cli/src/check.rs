@@ -35,8 +35,24 @@ struct FeatureResult {
 /// The first seed of random cases: the same in every run, so that a failure is one for everybody.
 const FIRST_SEED: u64 = 1;
 
+/// The names of the cases that `--case` selects from, by type.
+fn list(args: &CheckArgs) -> Result<(), Failure> {
+    let names = |dtype| cases::cases(dtype).iter().map(ToString::to_string).collect::<Vec<String>>();
+    let mut known: Vec<String> = args.dtypes.iter().flat_map(|&dtype| names(dtype)).collect();
+    for &dtype in &args.dtypes {
+        known.extend(
+            (0..variants::CASES).flat_map(|seed| variants::FEATURES.map(|name| variants::name(name, seed, dtype))),
+        );
+    }
+    known.retain(|name| name.contains(&args.case));
+    if args.json { json::print(&known) } else { say(&known.join("\n")) }
+}
+
 /// Runs `check`.
 pub fn main(args: &CheckArgs) -> Result<(), Failure> {
+    if args.list {
+        return list(args);
+    }
     let choices = match args.engine {
         Some(choice) => vec![choice],
         None => engines().into_iter().filter(|choice| *choice != Choice::Oracle).collect(),
@@ -74,7 +90,7 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
         variants::compare(&choices, &settings, dtype, seeds, &args.case, &mut ledger)?;
     }
     if ledger.cases == 0 {
-        let hint = "names are those of failures, or such as `random`, of which `--long N` adds some";
+        let hint = "see `fulgurite check --list`; cases called `random` exist only with `--long N`";
         return Err(Failure::input(format_args!("no case has `{}` in its name; {hint}", args.case)));
     }
     let results = results(ledger, args, seed, engines.iter().map(|e| e.name().to_string()).collect());
@@ -144,13 +160,13 @@ fn text(results: &Results, args: &CheckArgs) -> String {
         let cell = |(engine, dtype): &(&String, &str)| {
             let column = found.iter().find(|c| &c.engine == *engine && c.dtype == *dtype);
             match column {
-                None => String::new(),
-                Some(c) if c.failures > 0 => format!("WRONG {}", short(c.worst_share)),
-                Some(c) if c.cases == 0 => "refused".into(),
-                Some(c) => short(c.worst_share),
+                None => comfy_table::Cell::new(""),
+                Some(c) if c.failures > 0 => terminal::verdict(format!("WRONG {}", short(c.worst_share)), false),
+                Some(c) if c.cases == 0 => comfy_table::Cell::new("refused"),
+                Some(c) => terminal::verdict(short(c.worst_share), true),
             }
         };
-        table.add_row(std::iter::once(feature.to_string()).chain(columns.iter().map(cell)));
+        table.add_row(std::iter::once(comfy_table::Cell::new(feature)).chain(columns.iter().map(cell)));
     }
     for column in 1..=columns.len() {
         if let Some(column) = table.column_mut(column) {

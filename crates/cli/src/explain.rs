@@ -20,8 +20,10 @@ struct Results {
     /// The GPU architecture, and the GPU that stands for it.
     arch: String,
     gpu: &'static str,
-    /// How it runs there, or why not.
-    on_gpu: Result<OnGpu, String>,
+    /// How it runs there.
+    on_gpu: Option<OnGpu>,
+    /// The reason why it does not run there.
+    gpu_refused: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -57,6 +59,11 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
     let (builder, sizes, problem) = (args.builder(), args.sizes(), args.problem()?);
     let explained = if args.backward { gpu::explain_backward } else { gpu::explain };
     let (target, tables) = machine(args)?;
+    let (on_gpu, gpu_refused) = match explained(&builder, sizes, target, &tables) {
+        Ok(explained) => (Some(on_gpu(args, &problem, &explained)?), None),
+        Err(fulgurite::Error::Unsupported(refused)) => (None, Some(refused.to_string())),
+        Err(e) => return Err(e.into()),
+    };
     let results = Results {
         version: env!("CARGO_PKG_VERSION"),
         pass: if args.backward { "backward" } else { "forward" },
@@ -64,11 +71,8 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
         engines: explain(&problem, args.engine.engine).lines().map(String::from).collect(),
         arch: target.name(),
         gpu: target.arch.gpu,
-        on_gpu: match explained(&builder, sizes, target, &tables) {
-            Ok(explained) => Ok(on_gpu(args, &problem, &explained)?),
-            Err(fulgurite::Error::Unsupported(refused)) => Err(refused.to_string()),
-            Err(e) => return Err(e.into()),
-        },
+        on_gpu,
+        gpu_refused,
     };
     if args.json { json::print(&results) } else { say(&text(&results)) }
 }
@@ -209,15 +213,16 @@ fn text(results: &Results) -> String {
     lines.extend(results.engines.iter().map(|engine| format!("  {engine}")));
     lines.push(String::new());
     let place = format!("on {} ({})", results.gpu, results.arch);
+    lines.extend(results.gpu_refused.iter().map(|refused| format!("{place}: {refused}")));
     match &results.on_gpu {
-        Err(refused) => lines.push(format!("{place}: {refused}")),
-        Ok(found) => {
+        None => {}
+        Some(found) => {
             let [rows, cols] = found.tile;
             lines.push(format!("{place}: {}, {}", found.kernel, found.why));
-            lines.push(format!("  tiles      {}", found.tile_config));
+            lines.push(format!("  config     {}", found.tile_config));
             let backward = results.pass == "backward";
             let of_tiles = match backward {
-                false => format!("{rows} rows of queries, {cols} keys a block, {} blocks", found.blocks),
+                false => format!("{rows} rows of queries, {cols} keys a block, {} key blocks", found.blocks),
                 true => format!("{rows} keys, {cols} queries a step, {} steps", found.blocks),
             };
             lines.push(format!("  tiles      {of_tiles}"));

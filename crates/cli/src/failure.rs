@@ -7,7 +7,7 @@ use std::fmt;
 pub enum Failure {
     /// The call or its input is wrong: exit code 2.
     Input(anyhow::Error),
-    /// The work failed: exit code 1.
+    /// The work failed, or this machine lacks what it needs: exit code 1.
     Work(anyhow::Error),
     /// The reader of our output went away; nobody is left to be told.
     Closed,
@@ -39,6 +39,11 @@ impl fmt::Display for Failure {
 
 impl From<fulgurite::Error> for Failure {
     fn from(e: fulgurite::Error) -> Failure {
-        Failure::Input(e.into())
+        use fulgurite::Error;
+        match e {
+            // The call is right; this machine cannot do it.
+            Error::Device(_) | Error::Choice(fulgurite::ChoiceError::Isa { .. }) => Failure::Work(e.into()),
+            _ => Failure::Input(e.into()),
+        }
     }
 }

@@ -114,12 +114,10 @@ pub(crate) fn assembler(args: &ToolArgs) -> Result<Assembler, Failure> {
     Assembler::find(&hints).map_err(failure)
 }
 
-/// Tools that are missing are the caller's to bring; all else is work that failed.
+/// A tool that was named and is not there is a wrong call; all else is work that this machine cannot do, or that failed.
 fn failure(e: AssembleError) -> Failure {
     match e {
-        AssembleError::NotThere { .. } | AssembleError::NotFound { .. } | AssembleError::NoDisassembler { .. } => {
-            Failure::Input(e.into())
-        }
+        AssembleError::NotThere { .. } => Failure::Input(e.into()),
         _ => Failure::Work(e.into()),
     }
 }

@@ -18,6 +18,7 @@ pub mod json;
 pub mod kernel;
 mod ledger;
 pub mod machine;
+mod manual;
 pub mod points;
 pub mod report;
 pub mod run;
@@ -51,17 +52,21 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Cluster(args) => points::cluster(&args.command),
             Command::Neighbors(args) => points::neighbors(args),
             Command::Svd(args) => points::svd(args),
+            Command::Completions(args) => manual::completions(args),
+            Command::Man(args) => manual::pages(args),
             Command::Sim(args) => sim::main(args),
             Command::SimVsGpu(args) => sim::against_gpu(args),
         },
         Err(e) if e.use_stderr() => Err(Failure::input(args::one_line(&e, &named))),
+        Err(help) if terminal::colour(&std::io::stdout()) => say(&help.render().ansi().to_string()),
         Err(help) => say(&help.render().to_string()),
     };
     match done {
         Ok(()) | Err(Failure::Closed) => ExitCode::SUCCESS,
         Err(failure) => {
+            let error = if terminal::colour(&std::io::stderr()) { "\x1b[1;31merror:\x1b[0m" } else { "error:" };
             // Nowhere to report that stderr is closed.
-            let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("error: {failure}\n").as_bytes());
+            let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("{error} {failure}\n").as_bytes());
             ExitCode::from(if matches!(failure, Failure::Work(_)) { 1 } else { 2 })
         }
     }

@@ -196,7 +196,7 @@ pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
             args.names.join(", ")
         )));
     }
-    let gpu = Gpu::open(args.gpu, gpu::Options::default(), &crate::args::profiles()).map_err(Failure::input)?;
+    let gpu = Gpu::open(args.gpu, gpu::Options::default(), &crate::args::profiles())?;
     if args.adder {
         say(&format!("{} and the simulator, seed {}", gpu.name(), args.seed))?;
         return adders(gpu.device().as_ref(), args.seed);

@@ -23,10 +23,22 @@ pub(crate) fn table<T: Into<comfy_table::Cell>>(titles: impl IntoIterator<Item =
     table
 }
 
+/// Whether output goes to a terminal whose user did not refuse colours (`NO_COLOR`).
+pub(crate) fn colour(stream: &impl std::io::IsTerminal) -> bool {
+    stream.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
+/// A cell of a table, in green or red if it is a verdict and the terminal has colours.
+pub(crate) fn verdict(text: String, good: bool) -> comfy_table::Cell {
+    let cell = comfy_table::Cell::new(text);
+    let colour = if good { comfy_table::Color::Green } else { comfy_table::Color::Red };
+    if self::colour(&std::io::stdout()) { cell.fg(colour) } else { cell }
+}
+
 /// A progress bar on stderr; hidden where stderr is not a terminal.
 pub(crate) fn progress(steps: usize) -> indicatif::ProgressBar {
     let bar = indicatif::ProgressBar::new(steps as u64);
-    let style = indicatif::ProgressStyle::with_template("{bar:32} {pos}/{len} {elapsed} {msg}");
+    let style = indicatif::ProgressStyle::with_template("{bar:32} {pos}/{len} {elapsed}, {eta} left {msg}");
     bar.set_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()));
     bar
 }

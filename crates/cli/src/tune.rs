@@ -1,4 +1,4 @@
-//! `tune`: faster cuts of the kernel on the GPU that is present.
+//! `tune`: faster tile configurations for the GPU that is present.
 
 use crate::args::TuneArgs;
 use crate::{Failure, json, progress, say};
@@ -11,7 +11,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Head dimensions that have cuts of their own.
+/// Head dimensions that have tile configurations of their own.
 const DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 
 #[derive(Serialize)]
@@ -93,8 +93,10 @@ fn used<T: Pass>(measured: &Measured<T>) -> (Vec<Used>, usize) {
 }
 
 fn text(results: &Results) -> String {
-    let mut lines =
-        vec![format!("{}, {}: {} cuts measured, {}", results.gpu, results.pass, results.tried, results.profile)];
+    let mut lines = vec![format!(
+        "{}, {}: {} tile configurations measured, {}",
+        results.gpu, results.pass, results.tried, results.profile
+    )];
     for Used { head_dims: [first, last], keys: [from, to], tuning } in &results.used {
         let to = if *to == u64::MAX { String::new() } else { to.to_string() };
         lines.push(format!("  head_dim {first} to {last}, keys {from}..{to}: {tuning}"));

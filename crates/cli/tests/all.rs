@@ -3,6 +3,7 @@
 mod common;
 mod explain;
 mod kernel;
+mod manners;
 mod points;
 mod readers;
 mod refuse;

@@ -1,6 +1,7 @@
 //! `explain` needs no GPU; `tune` refuses in one line where there is none, and before anything is measured.
 
 use crate::common::{folder, fulgurite, refuses, succeeds};
+use fulgurite::{Choice, Settings, engine_with};
 use serde_json::Value;
 
 fn explained(args: &[&str]) -> Value {
@@ -12,7 +13,7 @@ fn explained(args: &[&str]) -> Value {
 #[test]
 fn a_problem_is_explained_without_a_gpu() {
     let found = explained(&["--causal", "--q-len", "2048"]);
-    let on_gpu = &found["on_gpu"]["Ok"];
+    let on_gpu = &found["on_gpu"];
     assert_eq!(on_gpu["kernel"], "attention_forward");
     assert!(on_gpu["tile_config"].as_str().unwrap().starts_with("groups=2 cols=128"), "{found}");
     // 16 tiles of 128 rows see 1 to 16 blocks of 128 keys each, in 16 heads.
@@ -27,7 +28,7 @@ fn a_problem_is_explained_without_a_gpu() {
 #[test]
 fn gradients_are_explained_without_a_gpu() {
     let found = explained(&["--backward", "--q-len", "4096"]);
-    let on_gpu = &found["on_gpu"]["Ok"];
+    let on_gpu = &found["on_gpu"];
     assert_eq!((&found["pass"], &on_gpu["kernel"]), (&"backward".into(), &"attention_backward".into()));
     assert!(on_gpu["tile_config"].as_str().unwrap().starts_with("share=keys rows=80 adds=engine"), "{found}");
     assert!(on_gpu["why"].as_str().unwrap().contains("the copy engine adds d_q"), "{found}");
@@ -42,14 +43,14 @@ fn gradients_are_explained_without_a_gpu() {
     assert!(on_gpu["bound_tflops"].as_f64().unwrap() < 989.5, "{found}");
     // Another mask, other cuts: half the steps and those on the diagonal.
     let causal = explained(&["--backward", "--causal", "--q-len", "512", "--heads", "2"]);
-    assert_eq!(causal["on_gpu"]["Ok"]["tile"], serde_json::json!([128, 64]));
-    assert_eq!(causal["on_gpu"]["Ok"]["blocks"], 2 * (8 + 6 + 4 + 2));
-    assert!(causal["on_gpu"]["Ok"]["why"].as_str().unwrap().contains("adapted"), "{causal}");
+    assert_eq!(causal["on_gpu"]["tile"], serde_json::json!([128, 64]));
+    assert_eq!(causal["on_gpu"]["blocks"], 2 * (8 + 6 + 4 + 2));
+    assert!(causal["on_gpu"]["why"].as_str().unwrap().contains("adapted"), "{causal}");
     let softcap = explained(&["--backward", "--softcap", "30", "--q-len", "512", "--window", "40,0"]);
-    let cycles = softcap["on_gpu"]["Ok"]["units"][0]["cycles_a_block"].as_f64().unwrap();
+    let cycles = softcap["on_gpu"]["units"][0]["cycles_a_block"].as_f64().unwrap();
     assert!(cycles >= 1280.0, "at least the products of 64 keys and 64 queries: {softcap}");
     let f32 = explained(&["--backward", "--dtype", "f32"]);
-    assert!(f32["on_gpu"]["Err"].as_str().unwrap().contains("does not have dtype f32"), "{f32}");
+    assert!(f32["gpu_refused"].as_str().unwrap().contains("does not have dtype f32"), "{f32}");
 }
 
 /// Few queries wait for memory: as many bytes as their keys have.
@@ -57,7 +58,7 @@ fn gradients_are_explained_without_a_gpu() {
 fn few_queries_are_bound_by_memory() {
     let args = ["--q-len", "1", "--k-len", "8192", "--heads", "32", "--kv-heads", "8", "--batch", "32"];
     let found = explained(&args);
-    let on_gpu = &found["on_gpu"]["Ok"];
+    let on_gpu = &found["on_gpu"];
     assert_eq!(on_gpu["kernel"], "attention_decode");
     assert_eq!(on_gpu["units"][0]["name"], "global memory");
     let bytes = 32.0 * 8.0 * 8192.0 * 128.0 * 2.0 * 2.0;
@@ -69,7 +70,7 @@ fn few_queries_are_bound_by_memory() {
 #[test]
 fn what_a_gpu_lacks_is_said() {
     let found = explained(&["--dtype", "f32"]);
-    let refused = found["on_gpu"]["Err"].as_str().unwrap();
+    let refused = found["gpu_refused"].as_str().unwrap();
     assert!(refused.contains("does not have dtype f32") && refused.contains("cpu"), "{refused}");
 }
 
@@ -79,7 +80,7 @@ fn the_unit_of_a_precision_is_said() {
         let found = explained(&["--precision", precision, "--engine", "cpu"]);
         let lines: Vec<&str> = found["engines"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
         assert!(lines.iter().any(|line| line.contains("runs it") && line.contains(words)), "{lines:?}");
-        assert!(found["on_gpu"]["Err"].as_str().unwrap().contains(&format!("precision {precision}")), "{found}");
+        assert!(found["gpu_refused"].as_str().unwrap().contains(&format!("precision {precision}")), "{found}");
     }
 }
 
@@ -88,6 +89,11 @@ fn wrong_calls_are_refused() {
     let folder = folder("explain-wrong");
     refuses(&folder, &["tune", "--dims", "65"], "`--dims` has 65, allowed: 64, 96, 128, 192, 256");
     refuses(&folder, &["tune", "--backward", "--dims", "65"], "`--dims` has 65, allowed: 64, 96, 128, 192, 256");
+    if engine_with(Choice::Cuda, &Settings::default()).is_err() {
+        let done = fulgurite(&folder, &["tune"]);
+        assert_eq!((done.code, done.err.lines().count()), (1, 1), "a missing GPU is no wrong call: {}", done.err);
+        assert!(done.err.starts_with("error: no device: "), "{}", done.err);
+    }
     refuses(&folder, &["tune", "--lens", "7"], "`--lens` has 7, allowed: 512, 1024, 2048, 8192");
     let done = fulgurite(&folder, &["explain", "--heads", "3", "--kv-heads", "2"]);
     assert_eq!(done.code, 2);
@@ -99,7 +105,7 @@ fn wrong_calls_are_refused() {
 fn any_architecture_is_explained() {
     let found = explained(&["--q-len", "1024", "--head-dim", "64", "--engine", "sim:sm_89"]);
     assert_eq!((&found["arch"], &found["gpu"]), (&"sm_89".into(), &"L40S".into()));
-    let on_gpu = &found["on_gpu"]["Ok"];
+    let on_gpu = &found["on_gpu"];
     assert!(on_gpu["tile_config"].as_str().unwrap().starts_with("blocks=2 cols=80"), "{found}");
     // 8 tiles of 128 rows see 13 blocks of 80 keys each, in 16 heads; an SM does 1024 FLOP a cycle.
     assert_eq!(on_gpu["blocks"], 16 * 8 * 13);

@@ -99,7 +99,8 @@ fn wrong_calls() {
 fn a_missing_assembler_says_where_to_get_it() {
     let looked = |variables: &[(&str, &str)]| {
         let done = with(&["kernel", "assemble", "vector_add"], variables);
-        assert_eq!((done.code, done.out.as_str()), (2, ""), "{}", done.err);
+        // The call is right; this machine lacks what it needs.
+        assert_eq!((done.code, done.out.as_str()), (1, ""), "{}", done.err);
         done.err
     };
     let hint = "`pip install nvidia-cuda-nvcc==13.0.88` in a Python environment brings it, no GPU is needed";

@@ -14,9 +14,13 @@ fn wrong_usage() {
     for (args, line) in [
         (
             &[][..],
-            "no command given; allowed: bench, check, run, cache, doctor, explain, tune, kernel, sim, sim-vs-gpu, cluster, neighbors, svd; try `fulgurite --help`",
+            "no command given; allowed: bench, check, run, cache, doctor, explain, tune, kernel, sim, sim-vs-gpu, cluster, neighbors, svd, completions, man; try `fulgurite --help`",
         ),
         (&["frob"], "unrecognized subcommand 'frob'; try `fulgurite --help`"),
+        (
+            &["explain", "--casual"],
+            "unexpected argument '--casual' found; did you mean '--causal'?; try `fulgurite explain --help`",
+        ),
         (&["bench", "--frob"], "unexpected argument '--frob' found; try `fulgurite bench --help`"),
         (
             &["run", "x"],

@@ -11,6 +11,7 @@ use fulgurite::neighbors::{
 };
 use fulgurite::{DType, Tensor};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
@@ -54,6 +55,39 @@ struct Summary {
     written_to: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     report: Option<String>,
+}
+
+/// A summary, and the results where they are not in files.
+#[derive(Serialize)]
+struct WithArrays<'a> {
+    #[serde(flatten)]
+    summary: &'a Summary,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    results: BTreeMap<&'a str, Array>,
+}
+
+/// A tensor of one or two axes.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Array {
+    Integers(Vec<i64>),
+    Numbers(Vec<f64>),
+    IntegerRows(Vec<Vec<i64>>),
+    NumberRows(Vec<Vec<f64>>),
+}
+
+impl Array {
+    fn new<'a>((name, tensor): &(&'a str, Tensor)) -> (&'a str, Array) {
+        let values = tensor.view().to_f64();
+        let integers = || values.iter().map(|&x| x as i64).collect::<Vec<i64>>();
+        let array = match (tensor.shape().len(), tensor.dtype().is_float()) {
+            (1, false) => Array::Integers(integers()),
+            (1, true) => Array::Numbers(values),
+            (_, false) => Array::IntegerRows(integers().chunks(tensor.shape()[1].max(1)).map(<[_]>::to_vec).collect()),
+            (_, true) => Array::NumberRows(values.chunks(tensor.shape()[1].max(1)).map(<[_]>::to_vec).collect()),
+        };
+        (name, array)
+    }
 }
 
 /// Rows of a file as f32.
@@ -151,11 +185,16 @@ fn finish(
     }
     io::write_files(&files)?;
     if args.json {
-        return json::print(&summary);
+        // With `-o` the results are in files, and may be large.
+        let arrays = if summary.written_to.is_some() { &[] } else { results };
+        return json::print(&WithArrays { summary: &summary, results: arrays.iter().map(Array::new).collect() });
     }
     let lines = summary_lines(&summary).into_iter().map(|(name, value)| format!("{name} {value}"));
     let mut lines: Vec<String> = lines.collect();
     lines.extend(results.iter().map(|(name, t)| format!("{name} {} {:?}", t.dtype(), t.shape())));
+    if summary.written_to.is_none() {
+        lines.push("not written; give -o to keep them, or --json to print them".into());
+    }
     lines.extend(summary.written_to.iter().map(|path| format!("written to {path}")));
     lines.extend(summary.report.iter().map(|path| format!("report in {path}")));
     say(&lines.join("\n"))

@@ -60,7 +60,7 @@ pub fn page(results: &Results, svg: &str) -> String {
                     h2 { "Around attention: forward, in turn with causal attention of the same shape" }
                     table {
                         thead { tr {
-                            th { "system" } th { "dtype" } th { "sizes" } th { "ms" } th { "attention ms" } th { "faster by" }
+                            th { "system" } th { "dtype" } th { "sizes" } th { "ms" } th { "attention ms" } th { "speed-up" }
                             th { "error / allowed" }
                         } }
                         tbody { @for row in &results.around { tr {

@@ -248,7 +248,7 @@ impl Setup<'_> {
 /// The rows as text.
 pub fn table(rows: &[Measurement]) -> Table {
     let mut table =
-        terminal::table(["forward of", "dtype", "sizes", "ms", "attention ms", "faster by", "error / allowed", ""]);
+        terminal::table(["forward of", "dtype", "sizes", "ms", "attention ms", "speed-up", "error / allowed", ""]);
     for row in rows {
         table.add_row([
             row.system.name().to_string(),
@@ -256,9 +256,9 @@ pub fn table(rows: &[Measurement]) -> Table {
             row.what.clone(),
             format!("{:.2}", row.seconds * 1e3),
             format!("{:.2}", row.attention_seconds * 1e3),
-            format!("{:.2}", row.attention_seconds / row.seconds),
+            format!("{:.2}x", row.attention_seconds / row.seconds),
             format!("{:.2}", row.worst_share),
-            if row.ok { "ok".into() } else { "WRONG".into() },
+            if row.ok { "ok".to_string() } else { "WRONG".to_string() },
         ]);
     }
     for column in 3..7 {

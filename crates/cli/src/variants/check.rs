@@ -26,6 +26,11 @@ type Judge = fn(&Cpu, u64, DType) -> Result<Vec<(String, Verdict)>, Error>;
 
 const JUDGES: [Judge; 5] = [skip, parallax, light, delta, cache];
 
+/// The name of a case.
+pub fn name(feature: &str, seed: u64, dtype: DType) -> String {
+    format!("{feature}, seed {seed}, {dtype}")
+}
+
 /// Enters the oracles' verdicts on every system and engine.
 pub(crate) fn compare(
     choices: &[Choice],
@@ -38,7 +43,7 @@ pub(crate) fn compare(
     let seeds: Vec<u64> = seeds.collect();
     for &choice in choices {
         for (feature, judge) in FEATURES.into_iter().zip(JUDGES) {
-            let named = seeds.iter().map(|&seed| (seed, format!("{feature}, seed {seed}, {dtype}")));
+            let named = seeds.iter().map(|&seed| (seed, name(feature, seed, dtype)));
             let cases: Vec<_> = named.filter(|(_, name)| name.contains(asked)).collect();
             ledger.cases += cases.len();
             let Ok(engine) = variants::cpu(choice, settings, feature) else {

@@ -74,7 +74,7 @@ pub fn main(args: &ExplainArgs, skip: &Skip) -> Result<(), Failure> {
         skip: skip.to_string(),
         tensors: match &args.tensors {
             Some(file) => file.display().to_string(),
-            None => format!("normal numbers, seed {}", args.seed),
+            None => format!("{} drawn with seed {}", args.data, args.seed),
         },
         tile: skip.tile,
         heads,
@@ -86,7 +86,27 @@ pub fn main(args: &ExplainArgs, skip: &Skip) -> Result<(), Failure> {
     if args.json { json::print(&results) } else { say(&text(&results)) }
 }
 
-/// q, k and v of the file, or normal numbers of the sizes given.
+/// Tokens of a topic, and the length of a query that asks for its topic when a key's is 1: scores of about 12 at head dim 64.
+const TOPIC: usize = 100;
+const ASKS: f64 = 1.5;
+
+/// Adds to each row of `[batch, len, heads, dim]` the direction of its topic, times `by`. Directions depend on
+/// seed and topic alone, so that queries and keys agree.
+fn add_topics(values: &mut [f64], shape: &[usize], seed: u64, by: f64) {
+    let [len, heads, dim] = [shape[1], shape[2], shape[3]];
+    for topic in 0..len.div_ceil(TOPIC) {
+        let mut rng = Rng::new(seed.wrapping_mul(0x9e37_79b9).wrapping_add(topic as u64 + 1));
+        let direction: Vec<f64> = (0..dim).map(|_| if rng.chance(0.5) { by } else { -by }).collect();
+        for batch in values.chunks_mut(len * heads * dim) {
+            let rows = topic * TOPIC * heads * dim..len.min((topic + 1) * TOPIC) * heads * dim;
+            for row in batch[rows].chunks_mut(dim) {
+                row.iter_mut().zip(&direction).for_each(|(x, d)| *x += d);
+            }
+        }
+    }
+}
+
+/// q, k and v of the file, or drawn with the sizes given.
 fn tensors(args: &ExplainArgs) -> Result<[Tensor; 3], Failure> {
     if let Some(file) = &args.tensors {
         let all = io::read(file)?;
@@ -105,11 +125,16 @@ fn tensors(args: &ExplainArgs) -> Result<[Tensor; 3], Failure> {
         return Err(Failure::input(text));
     }
     let mut rng = Rng::new(args.seed);
-    let mut draw = |shape: &[usize]| {
-        let values = rng.normals(shape.iter().product(), 1.0);
+    let topics = args.data == "topics";
+    let mut draw = |shape: &[usize], asks: Option<f64>| {
+        let noise = if topics && asks.is_some() { 0.3 } else { 1.0 };
+        let mut values = rng.normals(shape.iter().product(), noise);
+        if let Some(by) = asks.filter(|_| topics && !values.is_empty()) {
+            add_topics(&mut values, shape, args.seed, by);
+        }
         Tensor::from_f64(problem.dtype(), &values, shape).map_err(fulgurite::Error::from)
     };
-    Ok([draw(&shapes[0])?, draw(&shapes[1])?, draw(&shapes[2])?])
+    Ok([draw(&shapes[0], Some(ASKS))?, draw(&shapes[1], Some(1.0))?, draw(&shapes[2], None)?])
 }
 
 /// The fate of every tile of the first sequence, by head, and counts over the batch.
