@@ -19,6 +19,7 @@ pub mod kernel;
 mod ledger;
 pub mod machine;
 pub mod points;
+mod ranks;
 pub mod report;
 pub mod run;
 pub mod sim;
