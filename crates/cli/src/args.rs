@@ -3,7 +3,7 @@
 use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
 use crate::variants::args::{Op, System, VariantArgs};
 use clap::{CommandFactory, Parser, Subcommand};
-use fulgurite::gpu::{Arch, Order, ProfileSource, Target};
+use fulgurite::gpu::{Arch, Link, Order, ProfileSource, Target};
 use fulgurite::variants::Skip;
 use fulgurite::{Choice, DType, Exp, Precision, Rescale, Settings};
 use std::path::PathBuf;
@@ -304,6 +304,12 @@ pub struct ExplainArgs {
     /// native, int8, int8:BLOCK, nvfp4, mxfp4, mxfp8, or QK/PV such as nvfp4/native
     #[arg(long, default_value = "native", value_name = "NAME")]
     pub precision: Precision,
+    /// Predict the time on N GPUs, in a ring and with an exchange of heads
+    #[arg(long, value_name = "N", conflicts_with = "skip")]
+    pub ranks: Option<usize>,
+    /// With --ranks: the link between GPUs, nvlink (450 GB/s each way), ib (50 GB/s), or a rate in GB/s
+    #[arg(long, default_value = "nvlink", value_name = "LINK", value_parser = link, requires = "ranks")]
+    pub link: Link,
     /// Explain the gradients
     #[arg(long, conflicts_with = "skip")]
     pub backward: bool,
@@ -479,6 +485,17 @@ fn window(text: &str) -> Result<Window, String> {
     sides.map_err(|()| "allowed: L,R in whole numbers, such as 128,0; an empty side is unbounded".into())
 }
 
+fn link(text: &str) -> Result<Link, String> {
+    match text {
+        "nvlink" => Ok(Link::NVLINK),
+        "ib" => Ok(Link::INFINIBAND),
+        rate => match rate.parse::<f64>() {
+            Ok(rate) if rate > 0.0 && rate.is_finite() => Ok(Link { bytes_per_second: rate * 1e9, ..Link::NVLINK }),
+            _ => Err("allowed: nvlink, ib, or GB/s above 0".into()),
+        },
+    }
+}
+
 fn arch(text: &str) -> Result<Target, String> {
     Target::named(text).ok_or_else(|| format!("allowed: {}", Arch::names()))
 }
@@ -602,6 +619,15 @@ mod tests {
     #[test]
     fn definitions_are_consistent() {
         Args::command().debug_assert();
+    }
+
+    #[test]
+    fn links() {
+        assert_eq!(link("ib"), Ok(Link::INFINIBAND));
+        assert_eq!(link("12.5").map(|link| link.bytes_per_second), Ok(12.5e9));
+        for wrong in ["0", "-1", "inf", "nan", "wire"] {
+            assert!(link(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

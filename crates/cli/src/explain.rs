@@ -56,6 +56,9 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
     if let Some(skip) = &args.skip {
         return crate::variants::explain::main(args, skip);
     }
+    if let Some(ranks) = args.ranks {
+        return crate::ranks::main(args, ranks, &tables()?);
+    }
     let (builder, sizes, problem) = (args.builder(), args.sizes(), args.problem()?);
     let explained = if args.backward { gpu::explain_backward } else { gpu::explain };
     let (target, tables) = machine(args)?;
@@ -103,19 +106,22 @@ impl ExplainArgs {
         if let Some(window) = self.window {
             mask = mask.and(Mask::window(window.left, window.right));
         }
+        self.unmasked().heads(self.heads, self.kv_heads.unwrap_or(self.heads)).mask(mask)
+    }
+
+    /// The problem without heads, mask and sizes.
+    pub(crate) fn unmasked(&self) -> ProblemBuilder {
         let mut builder = Problem::builder()
-            .heads(self.heads, self.kv_heads.unwrap_or(self.heads))
             .head_dims(self.head_dim, self.value_dim.unwrap_or(self.head_dim))
             .dtype(self.dtype)
-            .precision(self.precision)
-            .mask(mask);
+            .precision(self.precision);
         if let Some(cap) = self.softcap {
             builder = builder.softcap(cap);
         }
         if self.alibi { builder.alibi() } else { builder }
     }
 
-    fn words(&self) -> String {
+    pub(crate) fn words(&self) -> String {
         let [batch, q_len, k_len] = self.sizes();
         let (heads, kv_heads) = (self.heads, self.kv_heads.unwrap_or(self.heads));
         let (d, dv) = (self.head_dim, self.value_dim.unwrap_or(self.head_dim));

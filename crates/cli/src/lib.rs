@@ -20,6 +20,7 @@ mod ledger;
 pub mod machine;
 mod manual;
 pub mod points;
+mod ranks;
 pub mod report;
 pub mod run;
 pub mod sim;

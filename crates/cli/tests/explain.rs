@@ -112,3 +112,35 @@ fn any_architecture_is_explained() {
     let tensor = on_gpu["units"].as_array().unwrap().iter().find(|unit| unit["name"] == "tensor").unwrap();
     assert_eq!(tensor["cycles_a_block"], (4 * 128 * 80 * 64) as f64 / 1024.0);
 }
+
+/// A ring and an exchange of heads, with the bytes that the Python package counts (`python/tests/test_distributed.py`).
+#[test]
+fn ranks_are_predicted_without_gpus() {
+    let base = ["--ranks", "8", "--q-len", "131072", "--heads", "32", "--kv-heads", "8", "--causal"];
+    let found = explained(&base);
+    // 16384 rows of 8 heads, 128 + 128 elements of 2 bytes.
+    let kv = 16384 * 8 * 256 * 2u64;
+    assert_eq!(found["ring"]["bytes_sent"], serde_json::json!({ "keys": 7 * kv, "gradients": 0, "heads": 0 }));
+    let exchanged = (16384 * 32 * 256 * 2 + kv) / 8 * 7;
+    assert_eq!(found["ulysses"]["Ok"]["bytes_sent"]["heads"], exchanged);
+    let us = |found: &Value, name: &str| found[name]["us"].as_f64().unwrap();
+    assert!(us(&found, "ring") * 8.0 < 1.1 * found["one_us"].as_f64().unwrap(), "{found}");
+    let far = explained(&[&base[..], &["--link", "0.5"]].concat());
+    assert!(us(&far, "ring") > 7.0 * (kv as f64 / 0.5e3) && far["ring"]["exposed_us"].as_f64() > Some(0.0), "{far}");
+    let back = explained(&[&base[..], &["--backward", "--link", "ib"]].concat());
+    assert_eq!(back["ring"]["bytes_sent"]["gradients"], 8 * 2 * kv);
+    let folder = folder("explain-ranks");
+    let text = succeeds(&folder, &[&["explain"], &base[..]].concat());
+    assert!(text.contains("  ring ") && text.contains("MB sent by each rank"), "{text}");
+    for (args, message) in [
+        (&["--ranks", "0"][..], "4096 rows on 0 ranks"),
+        (&["--ranks", "3"], "4096 rows on 3 ranks of two equal chunks each"),
+        (&["--ranks", "2", "--k-len", "7"], "leave --k-len out"),
+        (&["--ranks", "2", "--window", "4,0"], "leave --window out"),
+        (&["--ranks", "2", "--link", "wire"], "allowed: nvlink, ib, or GB/s above 0"),
+        (&["--link", "ib"], "--ranks"),
+    ] {
+        let done = fulgurite(&folder, &[&["explain"], args].concat());
+        assert!(done.code == 2 && done.err.contains(message), "{args:?}: {}", done.err);
+    }
+}

@@ -40,6 +40,7 @@ mod explained;
 pub mod gpu;
 mod oracle;
 mod profile;
+mod ranks;
 mod select;
 pub mod sim;
 mod tune;
