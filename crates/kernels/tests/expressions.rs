@@ -1,5 +1,5 @@
-//! Attention whose mask is an expression alone, on the simulator: results pass the tolerance rule, and the kernels compute the
-//! blocks that the mask shows and no others.
+//! Attention whose mask or score is an expression, on the simulator: results pass the tolerance rule, and the kernels compute
+//! the blocks that the mask shows, no others, and each of them once.
 
 use fulgurite_core::compare::{check_backward, check_forward};
 use fulgurite_core::expr::{head, k, k_len, load, q, q_len};
@@ -94,7 +94,7 @@ impl Case {
 
     /// The exponentials of the forward kernel; the result passes the tolerance rule.
     fn forward(&self, plan: ForwardPlan, target: Target, kernel: &str) -> u64 {
-        assert!(plan.expression_blocks().is_some(), "{:?} is not planned", self.problem.mask());
+        assert_eq!(plan.expression_blocks().is_some(), self.problem.mask_rest().is_some());
         let sim = Sim::on(target, Options::default());
         let Drawn { rows, memory } = self.drawn(&sim);
         let mut result = Forward::zeros(&self.problem).unwrap();
@@ -217,4 +217,23 @@ fn mma_sync_skips_too() {
     let seen = visible_blocks(1500, |i, j| j <= i && i / 120 == j / 120);
     let (of_blocks, forward) = (2 * seen * 128 * 128, case.forward(plan, Target::AMPERE, "attention_forward_sync"));
     assert!((of_blocks..of_blocks + of_blocks / 4).contains(&forward), "{forward} of {of_blocks}");
+}
+
+/// With ALiBi and no causal mask, tiles start with the keys nearest to their queries: later blocks do not raise the maximum, so
+/// none is computed twice. Some sequences have more keys than queries, or fewer.
+#[test]
+fn alibi_computes_no_block_twice() {
+    for (q_len, k_len, mask) in [
+        (768, 768, Mask::none()),
+        (256, 896, Mask::none()),
+        (640, 256, Mask::none()),
+        (300, 1000, Mask::window(Some(500), None)),
+    ] {
+        let builder = Problem::builder().dense(1, q_len, k_len).heads(8, 2).head_dim(64).dtype(DType::Bf16);
+        let problem = builder.alibi().mask(mask.clone()).build().unwrap();
+        let slopes: Vec<f32> = (1..=8).map(|head| 0.5f32.powi(head)).collect();
+        let case = Case { problem, aux: vec![Tensor::new(slopes, &[8]).unwrap()], used_k: None };
+        let (scores, exps) = ((8 * q_len.next_multiple_of(128) * k_len.next_multiple_of(128)) as u64, case.hopper());
+        assert!(exps < scores + scores / 10, "{q_len} x {k_len}, {mask:?}: {exps} exponentials of {scores} scores");
+    }
 }

@@ -124,6 +124,57 @@ impl<'k> KeySource<'k> for Interval<'_, 'k> {
     }
 }
 
+/// The blocks of [`Interval`] in another order: from the block with the last query's own position down to the first, then
+/// from the last down to the one after it.
+///
+/// Scores that fall with the distance from the query, as those of ALiBi, then reach their maximum at the start of a tile,
+/// and later blocks do not raise it.
+pub(crate) struct Nearest<'a, 'k> {
+    pub interval: Interval<'a, 'k>,
+    /// Rows per tile.
+    pub rows: u32,
+}
+
+impl<'k, W: Who> KeyBlocks<'k, W> for Nearest<'_, 'k> {
+    fn blocks(&self, t: &Scope<'k, W>, tile: &Work<'k>, queries: &TileQueries<'k>) -> [Val<'k, u32>; 2] {
+        self.interval.blocks(t, tile, queries)
+    }
+
+    fn tagged(&self) -> bool {
+        true
+    }
+
+    fn tag(&self, _: &Scope<'k, W>, tile: &Work<'k>, n: Val<'k, u32>) -> Option<Tag<'k>> {
+        let Interval { sequences, cols, .. } = &self.interval;
+        let [first, end] = tile.blocks;
+        let own = (tile.row + (self.rows - 1)).to_i32() + sequences.lengths(tile.sequence).bottom_right;
+        let own = (own.max(0).to_u32() / *cols).max(first).min(end - 1);
+        // The last number is the query's own block, and numbers below wrap around at the first block.
+        let turned = n + own + 1;
+        let block = turned.ge(first + end).select::<u32>(turned - end, turned - first);
+        Some(Tag(block * *cols))
+    }
+}
+
+impl<'k> KeySource<'k> for Nearest<'_, 'k> {
+    fn coordinates(
+        &self,
+        tile: &dyn QueryTile<'k>,
+        of: Of,
+        column: Val<'k, u32>,
+        key: Val<'k, u32>,
+        head: Val<'k, u32>,
+    ) -> Vec<Val<'k, u32>> {
+        self.interval.coordinates(tile, of, column, key, head)
+    }
+
+    fn take(&self, w: &Scope<'k, Group>, ring: &Pipe<'k>, _: Val<'k, u32>, _: &dyn Fn() -> Val<'k, i32>) -> Block<'k> {
+        let tag = Tag(ring.tag(w));
+        ring.done(w);
+        Block { first: tag.key().to_i32(), full: None }
+    }
+}
+
 /// Key blocks from the lists of a block mask.
 pub(crate) struct Listed<'a, 'k> {
     pub lists: &'a Lists<'k>,

@@ -7,7 +7,7 @@ use crate::attention::forward::features::Features;
 use crate::attention::forward::load::Loading;
 use crate::attention::forward::params::ForwardParams;
 use crate::attention::forward::tiling::Tiling;
-use crate::attention::source::{Interval, KeySource, Listed};
+use crate::attention::source::{Interval, KeySource, Listed, Nearest};
 use crate::params::Params;
 use crate::parts::mask::Spans;
 use crate::parts::row_sums::Added;
@@ -63,9 +63,9 @@ where
         let q_stages = if tiling.joined { 2 } else { 1 };
         let queries = k.pipe("q", q_stages, &vec![shape(64, d); tiling.q_tiles as usize]);
         let key_shape = [shape(config.cols, d)];
-        let keys = match params.lists {
-            Some(_) => k.tagged_pipe("k", config.depth, &key_shape),
-            None => k.pipe("k", config.depth, &key_shape),
+        let keys = match params.lists.is_some() || starts_nearest(features, &spans) {
+            true => k.tagged_pipe("k", config.depth, &key_shape),
+            false => k.pipe("k", config.depth, &key_shape),
         };
         let values = k.pipe("v", config.depth, &vec![shape(config.cols, dv); tiling.v_tiles as usize]);
         let [part, buffers] = config.parts(dv);
@@ -82,9 +82,13 @@ where
     /// The source of the kernel's keys.
     pub fn source(&self) -> Box<dyn KeySource<'k> + '_> {
         let (sequences, cols) = (&self.params.sequences, self.config.cols);
+        let interval = Interval { spans: &self.spans, sequences, cols };
         match &self.params.lists {
             Some(lists) => Box::new(Listed { lists, sequences, cols }),
-            None => Box::new(Interval { spans: &self.spans, sequences, cols }),
+            None if starts_nearest(self.features, &self.spans) => {
+                Box::new(Nearest { interval, rows: self.tiling.rows })
+            }
+            None => Box::new(interval),
         }
     }
 
@@ -110,4 +114,11 @@ where
             tags_ride: true,
         }
     }
+}
+
+/// Whether tiles of equal sequences start with the keys nearest to their queries. Under a mask that ends at the diagonal, the
+/// last keys are the nearest ones anyway.
+fn starts_nearest(features: &Features, spans: &Spans) -> bool {
+    let free = features.blocks.is_none() && !features.ragged.any() && !spans.bounded_right();
+    free && features.modifiers.reads_distance()
 }

@@ -76,6 +76,16 @@ impl Modifiers {
         self.score.iter().chain(&self.mask).any(moves)
     }
 
+    /// Whether the score depends on the distance of query and key, as with ALiBi.
+    pub fn reads_distance(&self) -> bool {
+        let distance = |program: &Program| {
+            let analysed = Analysed::new(program, false, self);
+            let sloped = |x: &usize| analysed.slopes[*x].is_some_and(|slope| slope != 0);
+            program.steps().iter().any(|step| matches!(step, Step::Unary(Unary::Abs, x) if sloped(x)))
+        };
+        self.score.as_ref().is_some_and(distance)
+    }
+
     /// Whether the modifiers and their derivative leave enough registers to a register-hungry kernel. The bounds were
     /// found with the assembler: scores up to softcap with ALiBi, masks up to the document mask.
     pub fn are_light(&self, derivative: Option<&Program>) -> bool {
