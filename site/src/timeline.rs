@@ -1,7 +1,7 @@
 //! Timelines of kernels: the spans of one CTA by the simulator's clock, each with its Rust line and the PTX of that line.
 
 use fulgurite::gpu::{Target, kernels};
-use fulgurite::sim::{Options, Order, Sizes, Span, Track, simulate};
+use fulgurite::sim::{Options, Order, Period, Sizes, Track, simulate};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
@@ -17,7 +17,7 @@ pub fn of(root: &Path, name: &str, sizes: &Sizes) -> Result<Value, Box<dyn Error
         return Err(format!("{name}: {finding}").into());
     }
     let timeline = done.report.timeline.ok_or("the simulator made no timeline")?;
-    let spans: Vec<&Span> = timeline.spans.iter().filter(|span| span.block == 0).collect();
+    let spans: Vec<&Period> = timeline.spans.iter().filter(|span| span.block == 0).collect();
     let mut tracks: Vec<&Track> = spans.iter().map(|span| &span.track).collect();
     tracks.sort();
     tracks.dedup();

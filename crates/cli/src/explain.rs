@@ -57,7 +57,8 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
         return crate::variants::explain::main(args, skip);
     }
     if let Some(ranks) = args.ranks {
-        return crate::ranks::main(args, ranks, &tables()?);
+        let (target, tables) = machine(args)?;
+        return crate::ranks::main(args, ranks, target, &tables);
     }
     let (builder, sizes, problem) = (args.builder(), args.sizes(), args.problem()?);
     let explained = if args.backward { gpu::explain_backward } else { gpu::explain };

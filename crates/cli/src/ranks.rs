@@ -2,7 +2,7 @@
 
 use crate::args::ExplainArgs;
 use crate::{Failure, json, say};
-use fulgurite::gpu::{RankBytes, RankProblem, RankTimes, Tables, explain_ranks};
+use fulgurite::gpu::{RankBytes, RankProblem, RankTimes, Tables, Target, explain_ranks};
 use serde::Serialize;
 
 #[derive(Serialize)]
@@ -42,7 +42,7 @@ struct Bytes {
 }
 
 /// Predicts the problem of the arguments on `ranks` GPUs.
-pub(crate) fn main(args: &ExplainArgs, ranks: usize, tables: &Tables) -> Result<(), Failure> {
+pub(crate) fn main(args: &ExplainArgs, ranks: usize, target: Target, tables: &Tables) -> Result<(), Failure> {
     let refuse = |what: &str| Err(Failure::input(format!("--ranks predicts self-attention {what}")));
     if args.k_len.is_some_and(|k_len| k_len != args.q_len) {
         return refuse("with as many keys as queries; leave --k-len out");
@@ -58,7 +58,7 @@ pub(crate) fn main(args: &ExplainArgs, ranks: usize, tables: &Tables) -> Result<
         backward: args.backward,
         ranks,
     };
-    let found = explain_ranks(&problem, args.link, tables)?;
+    let found = explain_ranks(&problem, args.link, target, tables)?;
     let strategy = |times: &RankTimes| {
         let RankBytes { keys, gradients, heads } = times.bytes;
         Strategy {

@@ -8,6 +8,7 @@ use crate::explained::{explain, explain_backward};
 use crate::profile::Tables;
 use crate::{Error, Unsupported};
 use fulgurite_core::{Mask, ProblemBuilder};
+use fulgurite_ptx::Target;
 
 /// The way from one GPU to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -91,27 +92,33 @@ pub struct RanksExplained {
 /// Predicts a problem on several GPUs.
 ///
 /// ```
-/// use fulgurite::gpu::{Link, RankProblem, explain_ranks};
+/// use fulgurite::gpu::{Link, RankProblem, Target, explain_ranks};
 /// use fulgurite::{DType, Problem};
 ///
 /// let builder = Problem::builder().head_dim(128).dtype(DType::Bf16);
 /// let problem =
 ///     RankProblem { builder, sizes: [1, 16384], heads: [32, 8], causal: true, backward: false, ranks: 4 };
-/// let found = explain_ranks(&problem, Link::NVLINK, &Default::default())?;
+/// let found = explain_ranks(&problem, Link::NVLINK, Target::HOPPER, &Default::default())?;
 /// // Three hops of 4096 rows, 8 heads of 128 + 128 elements, 2 bytes each.
 /// assert_eq!(found.ring.bytes.keys, 3 * 4096 * 8 * 256 * 2);
 /// assert!(found.ring.seconds < found.one_seconds / 2.0);
 /// # Ok::<(), fulgurite::Error>(())
 /// ```
-pub fn explain_ranks(problem: &RankProblem, link: Link, tables: &Tables) -> Result<RanksExplained, Error> {
+pub fn explain_ranks(
+    problem: &RankProblem,
+    link: Link,
+    target: Target,
+    tables: &Tables,
+) -> Result<RanksExplained, Error> {
+    let on = (target, tables);
     let RankProblem { sizes: [_, length], heads, causal, .. } = *problem;
     if problem.ranks == 0 || !length.is_multiple_of(2 * problem.ranks) {
         let feature = format!("{length} rows on {} ranks of two equal chunks each", problem.ranks);
         let instead = "choose a length that 2 x ranks divides: other lengths are padded to it".into();
         return Err(Unsupported { engine: "explain --ranks".into(), feature, instead }.into());
     }
-    let one_seconds = problem.kernel(heads, [length, length], causal, tables)?;
-    Ok(RanksExplained { one_seconds, ring: problem.ring(link, tables)?, ulysses: problem.ulysses(link, tables)? })
+    let one_seconds = problem.kernel(heads, [length, length], causal, on)?;
+    Ok(RanksExplained { one_seconds, ring: problem.ring(link, on)?, ulysses: problem.ulysses(link, on)? })
 }
 
 impl RankProblem {
@@ -121,12 +128,12 @@ impl RankProblem {
         [heads, kv_heads]: [usize; 2],
         [q_len, k_len]: [usize; 2],
         causal: bool,
-        tables: &Tables,
+        (target, tables): (Target, &Tables),
     ) -> Result<f64, Error> {
         let mask = if causal { Mask::causal() } else { Mask::none() };
         let builder = self.builder.clone().heads(heads, kv_heads).mask(mask);
         let explained = if self.backward { explain_backward } else { explain };
-        Ok(explained(&builder, [self.sizes[0], q_len, k_len], tables)?.bound_seconds)
+        Ok(explained(&builder, [self.sizes[0], q_len, k_len], target, tables)?.bound_seconds)
     }
 
     /// Rows of all sequences on a rank, elements of a row of q and o (or their gradients) for each head, and bytes of one.
@@ -137,7 +144,7 @@ impl RankProblem {
         Ok([rows, (one.head_dim() + one.value_dim()) as u64, one.dtype().size_bytes() as u64])
     }
 
-    fn ring(&self, link: Link, tables: &Tables) -> Result<RankTimes, Error> {
+    fn ring(&self, link: Link, on: (Target, &Tables)) -> Result<RankTimes, Error> {
         let ([_, length], hops) = (self.sizes, self.ranks as u64 - 1);
         let own = length / self.ranks;
         let [rows, dims, element] = self.row()?;
@@ -145,9 +152,9 @@ impl RankProblem {
         let gradients = if self.backward && hops > 0 { rows * self.heads[1] as u64 * dims * 4 } else { 0 };
         // The own keys first: half of the scores of a square. Later blocks are all rows and half of the keys, or half of the
         // rows and all keys, without a mask.
-        let first = self.kernel(self.heads, [own, own], self.causal, tables)?;
+        let first = self.kernel(self.heads, [own, own], self.causal, on)?;
         let other = if self.causal { [own, own / 2] } else { [own, own] };
-        let other = if hops > 0 { self.kernel(self.heads, other, false, tables)? } else { 0.0 };
+        let other = if hops > 0 { self.kernel(self.heads, other, false, on)? } else { 0.0 };
         let (mut seconds, mut kernel_seconds) = (0.0, 0.0);
         for step in 0..=hops {
             let compute = if step == 0 { first } else { other };
@@ -164,7 +171,7 @@ impl RankProblem {
         Ok(RankTimes { kernel_seconds, message_seconds, seconds, bytes })
     }
 
-    fn ulysses(&self, link: Link, tables: &Tables) -> Result<Result<RankTimes, String>, Error> {
+    fn ulysses(&self, link: Link, on: (Target, &Tables)) -> Result<Result<RankTimes, String>, Error> {
         let ([_, length], [heads, kv_heads]) = (self.sizes, self.heads);
         if !heads.is_multiple_of(self.ranks) {
             return Ok(Err(format!("{heads} query heads, allowed: a multiple of {} ranks", self.ranks)));
@@ -172,7 +179,7 @@ impl RankProblem {
         // Few key heads are repeated until the ranks divide them.
         let repeated = lcm(kv_heads, self.ranks);
         let kernel_seconds =
-            self.kernel([heads / self.ranks, repeated / self.ranks], [length, length], self.causal, tables)?;
+            self.kernel([heads / self.ranks, repeated / self.ranks], [length, length], self.causal, on)?;
         let [rows, dims, element] = self.row()?;
         let others = |heads: usize| rows * heads as u64 * dims * element / self.ranks as u64 * (self.ranks as u64 - 1);
         // q and o, k and v: four exchanges.
@@ -200,7 +207,7 @@ mod tests {
     fn found(ranks: usize, link: Link, backward: bool, causal: bool) -> RanksExplained {
         let builder = Problem::builder().head_dim(64).dtype(DType::Bf16);
         let problem = RankProblem { builder, sizes: [2, 8192], heads: [8, 2], causal, backward, ranks };
-        explain_ranks(&problem, link, &Tables::default()).unwrap()
+        explain_ranks(&problem, link, Target::HOPPER, &Tables::default()).unwrap()
     }
 
     #[test]
@@ -239,10 +246,13 @@ mod tests {
     fn what_ranks_do_not_divide_is_refused() {
         let builder = Problem::builder().head_dim(64).dtype(DType::Bf16);
         let problem = RankProblem { builder, sizes: [1, 1024], heads: [6, 2], causal: true, backward: false, ranks: 4 };
-        let found = explain_ranks(&problem, Link::NVLINK, &Tables::default()).unwrap();
+        let found = explain_ranks(&problem, Link::NVLINK, Target::HOPPER, &Tables::default()).unwrap();
         assert_eq!(found.ulysses.unwrap_err(), "6 query heads, allowed: a multiple of 4 ranks");
         let odd = RankProblem { sizes: [1, 1001], ..problem.clone() };
-        assert!(explain_ranks(&odd, Link::NVLINK, &Tables::default()).is_err());
-        assert!(explain_ranks(&RankProblem { ranks: 0, ..problem }, Link::NVLINK, &Tables::default()).is_err());
+        assert!(explain_ranks(&odd, Link::NVLINK, Target::HOPPER, &Tables::default()).is_err());
+        assert!(
+            explain_ranks(&RankProblem { ranks: 0, ..problem }, Link::NVLINK, Target::HOPPER, &Tables::default())
+                .is_err()
+        );
     }
 }
