@@ -93,6 +93,7 @@ def measure(shape, with_flex):
         "backward, dense causal": functools.partial(fulgurite.attention_backward, *dense, causal=True),
     }
     if with_flex:
+        torch._dynamo.reset()  # after eight shapes the compiler would give up, and Flex would run uncompiled
         flex = functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=blocks, enable_gqa=heads != kv_heads)
         rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
         leaves = [x.detach().requires_grad_() for x in rows]
