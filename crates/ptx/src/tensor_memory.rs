@@ -61,7 +61,8 @@ impl Builder {
         let known = self.tensor.get();
         let (used, word, at) = known.unwrap_or_else(|| (0, self.take_small("tensor memory", 4, 4), at));
         let available = self.target().arch.tensor_columns;
-        if used + columns > available.min(COLUMNS) {
+        // Without tensor memory, the instructions that allocate it name the architectures that have it.
+        if available > 0 && used + columns > available.min(COLUMNS) {
             self.refuse(format!(
                 "{} columns of tensor memory, allowed: {available} on {}",
                 used + columns,

@@ -2,7 +2,7 @@
 
 use crate::attention::backward::Features;
 use crate::attention::backward::config::{Adds, BackwardConfig, Pack, Share};
-use fulgurite_ptx::Arch;
+use fulgurite_ptx::{Arch, TensorUnit};
 
 /// Bytes of an element.
 const BYTES: u32 = 2;
@@ -67,8 +67,10 @@ impl BackwardConfig {
         let largest = dims[0].max(dims[1]);
         let modifies = !features.modifiers.is_empty();
         let fits = |config: &BackwardConfig| {
+            // The assembler spills a few registers for Hopper, which takes this kernel only if it is asked to.
+            let hopper = arch.tensor == TensorUnit::Wgmma && (config.rows > 64 || largest > 96 && config.depth > 2);
             let crowded = match config.share {
-                Share::Warps32 => modifies || ragged && (config.rows > 64 || largest > 96),
+                Share::Warps32 => modifies || hopper || ragged && (config.rows > 64 || largest > 96),
                 _ => false,
             };
             !crowded && config.sync_bytes(dims) + ROOM <= arch.shared_per_cta
