@@ -169,7 +169,7 @@ impl Case {
     }
 
     fn check_forward(&self, seed: u64) -> [Vec<f64>; 2] {
-        let found = self.forward(&sim(seed), seed % 2 == 0);
+        let found = self.forward(&sim(seed), seed.is_multiple_of(2));
         assert_eq!(self.judge_forward(&found), Vec::<String>::new(), "{self:?}");
         // Results are not rounded to 16 bits on the way.
         let some: Vec<f64> = found[0].iter().copied().filter(|x| *x != 0.0).collect();
