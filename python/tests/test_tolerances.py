@@ -6,11 +6,13 @@ from pathlib import Path
 # Comparisons that are not of one attention call with its oracle: files, and how many of their lines have a bound.
 OTHERS = {
     "test_estimators.py": None,  # any number: clusters, neighbours and projections against NumPy and scikit-learn
+    "test_shards.py": None,  # any number: clusters, neighbours and components over shards against NumPy and one process
     "test_transformers.py": None,  # any number: whole models against another library
     "test_gpu.py": 2,  # logits and losses of whole models in bf16 against another library
     "test_diffusers.py": 1,  # a whole model against another library
     "test_sentence_transformers.py": 1,  # embeddings of a whole model against another library
     "test_distributed_delta.py": 1,  # gradients of raw gates, which the oracle lacks: over ranks and in one process, in f32
+    "test_distributed_peers.py": 2,  # PyTorch's own context against ours; delta, a sum in f32, against torch's
     "test_gated_delta.py": 2,  # differences of results in f32; a layer of a model against another library
     "test_insight.py": 5,  # two results in f32, merged, which is no call with an oracle
     "test_skip.py": 3,  # differences of results in f32; decisions too close to call; what calibration leaves out
