@@ -174,6 +174,15 @@ def check_backward(count=60):
     print(f"check-backward: {count} random problems agree with float64 (worst {worst:.2f} units of rounding of the largest element); d_k and d_v have the same bits twice")
 
 
+def models():
+    """Name, sizes and options of each known model without sinks."""
+    for model in MODELS:
+        if not model.sinks:
+            options = {} if model.window is None else {"window": (model.window, 0)}
+            options |= {"softcap": model.softcap} if model.softcap else {}
+            yield model.text(), (model.batch, model.length, model.heads, model.kv_heads, model.dim), options
+
+
 def geomean(ratios):
     ratios = [r for r in ratios if not math.isnan(r)]
     if ratios:
@@ -212,29 +221,13 @@ def main():
         sizes = ((f"backward d {d} {n} causal {c}", (16384 // n, n, 2048 // d, 2048 // d, d), c) for d, n, c in grid)
         geomean([backward_cell(name, size, causal, args.rounds, results) for name, size, causal in sizes])
     if "models-backward" in args.parts:
-        ratios = []
-        for model in MODELS:
-            if model.sinks:
-                continue
-            options = {} if model.window is None else {"window": (model.window, 0)}
-            options |= {"softcap": model.softcap} if model.softcap else {}
-            size = (model.batch, model.length, model.heads, model.kv_heads, model.dim)
-            ratios.append(backward_cell(f"backward {model.text()}", size, True, args.rounds, results, **options))
-        geomean(ratios)
+        geomean([backward_cell(f"backward {name}", size, True, args.rounds, results, **options) for name, size, options in models()])
     if "grid" in args.parts:
         grid = itertools.product(args.dims, args.lengths, (False, True))
         sizes = ((f"d {d} {n} causal {c}", (16384 // n, n, 2048 // d, 2048 // d, d), c) for d, n, c in grid)
         geomean([cell(name, size, causal, args.rounds, results) for name, size, causal in sizes])
     if "models" in args.parts:
-        ratios = []
-        for model in MODELS:
-            if model.sinks:
-                continue
-            options = {} if model.window is None else {"window": (model.window, 0)}
-            options |= {"softcap": model.softcap} if model.softcap else {}
-            size = (model.batch, model.length, model.heads, model.kv_heads, model.dim)
-            ratios.append(cell(model.text(), size, True, args.rounds, results, **options))
-        geomean(ratios)
+        geomean([cell(name, size, True, args.rounds, results, **options) for name, size, options in models()])
     if args.out:
         Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
 

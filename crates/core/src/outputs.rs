@@ -171,7 +171,7 @@ impl GradientOutputs<'_> {
         self.check_of(problem, problem.dtype(), place)
     }
 
-    /// The same, where the gradients of q, k and v have an element type of their own: f32, for parts that are added.
+    /// Checks gradients whose element type for q, k and v is given: f32, for parts that are added.
     pub fn check_of(&self, problem: &Problem, dtype: DType, place: Place) -> Result<(), InputError> {
         let small = |arg: &str, d: &TensorViewMut<'_>, shape: &[usize]| {
             let view = d.as_view();

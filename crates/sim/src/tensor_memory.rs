@@ -104,7 +104,7 @@ impl View<'_, '_> {
         &mut self.cluster.blocks[self.warp.rank].tensor
     }
 
-    /// What the warp knows about accesses to tensor memory. In the strict order, only what a fence has told.
+    /// What the warp knows about accesses to tensor memory. In the strict order, it knows only accesses before its last fence.
     fn tensor_clock(&self) -> Clock {
         match self.world.options.tensor {
             TensorOrder::Queue => self.warp.clock.clone(),

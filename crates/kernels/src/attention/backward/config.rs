@@ -31,7 +31,7 @@ pub enum Share {
     /// By `mma.sync`, on GPUs without `wgmma`, or if asked for: a tile has 128 keys, and a warp computes p and d_z of 32 keys
     /// and half of the queries. Each warpgroup has half of the columns of d_k and d_v.
     Warps32,
-    /// The same with a tile of 64 keys, 16 for each warp: takes half as many registers, or rows twice as long.
+    /// `mma.sync` with a tile of 64 keys, 16 for each warp: half the registers of [`Share::Warps32`], or rows twice as long.
     Warps16,
 }
 

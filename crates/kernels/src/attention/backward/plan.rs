@@ -373,7 +373,7 @@ impl BackwardPlan {
         Copies::of(&named(tensors)[..self.copied_rows()], self.facts.features.ragged.any())
     }
 
-    /// How many of the tensors of rows may be copied: f32 gradients, the last three, are stored by their strides.
+    /// Number of row tensors that may be repacked. Kernels store f32 gradients, the last three, by their strides.
     fn copied_rows(&self) -> usize {
         if self.facts.results.is_f32() { 5 } else { 8 }
     }

@@ -311,7 +311,7 @@ impl ForwardPlan {
         }
     }
 
-    /// How many of q, k, v and o may be copied. Threads store an f32 o by its strides.
+    /// Number of tensors among q, k, v and o that may be repacked. Threads store an f32 o by its strides.
     fn copied_rows(&self) -> usize {
         if self.facts.features.results.is_f32() { 3 } else { 4 }
     }

@@ -282,7 +282,7 @@ where
     w.publish_shared();
 }
 
-/// The same for tiles that only threads read.
+/// Replaces values that are not finite in tiles that only threads read.
 pub(crate) fn clean_words<'k, T: Half>(w: &Scope<'k, Group>, tiles: &[Tile<'k>])
 where
     Pair<T>: Word,

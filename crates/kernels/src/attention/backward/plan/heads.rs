@@ -67,7 +67,7 @@ impl Load {
         let mut best = (1, self.seconds(1, self.group));
         for parts in 2..=self.group {
             let most = self.group.div_ceil(parts);
-            // The same heads per part in fewer parts take as long.
+            // Fewer parts with as many heads each take as long.
             if most == self.group.div_ceil(parts - 1) {
                 continue;
             }

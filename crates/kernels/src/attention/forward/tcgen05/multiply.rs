@@ -35,7 +35,7 @@ where
         });
         rings.queries.done_with_products(w);
         let value = rings.values.wait(w)[0];
-        // o of the last warpgroup is told last: when its threads have stored it, nothing of the CTA is under way any more.
+        // The last warpgroup's o is committed after everything else, so no arrival is pending when its threads exit.
         let last = kernel.config.groups - 1;
         for n in 0..kernel.config.groups {
             let which = Which::Number(n);
