@@ -90,11 +90,24 @@ def flash4():
 
 
 def flash3():
+    """FlashAttention-3: its own package, or the extension that vLLM builds of it, which has no gradients."""
     try:
         from flash_attn_interface import flash_attn_func
+
+        return flash_attn_func
     except ImportError:
+        pass
+    try:
+        from peer_fa3 import fwd
+    except ImportError:
+        say("FlashAttention-3 does not take part: neither `flash_attn_interface` nor `peer_fa3` is installed")
         return None
-    return flash_attn_func
+
+    def forward(q, k, v, causal=False, softcap=0.0, window_size=(-1, -1)):
+        before, after = (None,) * 17, (None, 1, None, 0, None, 1, 0, None)
+        return fwd(q, k, v, *before, None, None, None, q.shape[-1] ** -0.5, causal, *window_size, softcap, True, *after)[0]
+
+    return forward
 
 
 def first(result):

@@ -1,6 +1,6 @@
 """Gradients with grouped query heads by the number of parts that share them: docs/lab/006-hopper-backward.md, 113 to 120.
 
-    python python/build.py && python bench/gpu_heads.py [--rounds N]
+    python python/build.py && python bench/gpu_heads.py [--rounds N] [--wide]
 
 Every line is one shape; its configurations alternate in one process. Rates are TFLOP/s. Gradients of each configuration are
 compared with those of the rule first.
@@ -44,6 +44,22 @@ SWEEPS = (
     (Shape("other", 16, 300, 16, 4, 64), parts(1, 2, 4)),
     (Shape("other", 1, 20000, 8, 1, 128), parts(1, 2, 4, 8)),
 )
+# Head dimension 256: pairs of CTAs, which cannot spread heads, and configurations without pairs, which can.
+PAIRS = "share=pairs rows=64 adds=threads depth=2 key_depth=1 early=8 drain=yes join=never registers=240:24"
+COLUMNS = PAIRS.replace("pairs", "columns").replace("240:24", "232:40")
+
+
+def wide(*counts):
+    return ["", PAIRS, *(f"{COLUMNS} head_splits={count}" for count in counts)]
+
+
+WIDE = (
+    (Shape("Gemma-2B", 1, 8192, 8, 1, 256), wide(1, 2, 4, 8)),
+    (Shape("other", 2, 6144, 16, 2, 256), wide(1, 2, 4, 8)),
+    (Shape("other", 3, 285, 71, 1, 256), wide(1, 8, 16, 24, 36)),
+    (Shape("other", 1, 4096, 16, 8, 256), wide(1, 2)),
+    (Shape("other", 4, 1000, 32, 4, 256), wide(1, 2, 4)),
+)
 PACKED = (4096, 2048, 8192, 1024, 512, 12288, 4608)
 
 
@@ -74,24 +90,28 @@ def show(name, flops, ms):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
-    rounds = parser.parse_args().rounds
-    for shape, tunings in SWEEPS:
+    parser.add_argument("--wide", action="store_true", help="head dimension 256 alone")
+    options = parser.parse_args()
+    rounds = options.rounds
+    for shape, tunings in WIDE if options.wide else SWEEPS:
         q, k, v, sinks = tensors(shape)
-        options = options_of(shape, sinks)
+        given = options_of(shape, sinks)
         _describe.backward_tuning = ""
-        o, lse = fulgurite.attention(q, k, v, return_lse=True, **options)
+        o, lse = fulgurite.attention(q, k, v, return_lse=True, **given)
         d_o = torch.randn_like(o)
-        call = lambda out: fulgurite.attention_backward(d_o, q, k, v, o, lse, out=out, **options)  # noqa: E731, B023
+        call = lambda out: fulgurite.attention_backward(d_o, q, k, v, o, lse, out=out, **given)  # noqa: E731, B023
         show(shape.text(), shape.flops(5), race(contenders(tunings, call, lambda: [torch.empty_like(x) for x in (q, k, v)]), rounds))  # noqa: B023
+    if options.wide:
+        return
     offsets = torch.tensor([0, *PACKED], device="cuda").cumsum(0).to(torch.int32)
     longest = max(PACKED)
     for heads, kv_heads in ((32, 8), (16, 16)):
         q, k, v = (torch.randn(sum(PACKED), n, 128, device="cuda").to(BF16) for n in (heads, kv_heads, kv_heads))
-        options = {"causal": True, "cu_seqlens": (offsets, offsets), "max_lengths": (longest, longest)}
+        given = {"causal": True, "cu_seqlens": (offsets, offsets), "max_lengths": (longest, longest)}
         _describe.backward_tuning = ""
-        o, lse = fulgurite.attention(q, k, v, return_lse=True, **options)
+        o, lse = fulgurite.attention(q, k, v, return_lse=True, **given)
         d_o = torch.randn_like(o)
-        call = lambda out: fulgurite.attention_backward(d_o, q, k, v, o, lse, out=out, **options)  # noqa: E731, B023
+        call = lambda out: fulgurite.attention_backward(d_o, q, k, v, o, lse, out=out, **given)  # noqa: E731, B023
         flops = sum(2 * 5 * heads * 128 * n * (n + 1) // 2 for n in PACKED)
         show(f"packed {heads}/{kv_heads}", flops, race(contenders(parts(1, 2, 4), call, lambda: [torch.empty_like(x) for x in (q, k, v)]), rounds))  # noqa: B023
     _describe.backward_tuning = ""

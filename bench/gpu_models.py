@@ -104,13 +104,14 @@ def forwards(shape, peers, q, k, v, sinks):
     calls = {}
     if plain:
         calls["cudnn"] = peers["sdpa"](SDPBackend.CUDNN_ATTENTION, q, k, v, True)
+    own = {"causal": True, "softcap": shape.softcap}
+    if shape.window is not None:
+        own["window_size"] = (shape.window, 0)
+    if peers["fa3"] and sinks is None and not q.requires_grad:
+        calls["fa3"] = lambda: peers["first"](peers["fa3"](q, k, v, **own))
     if peers["fa4"]:
-        own = {"causal": True, "softcap": shape.softcap}
-        if shape.window is not None:
-            own["window_size"] = (shape.window, 0)
-        if sinks is not None:
-            own["learnable_sink"] = sinks.to(BF16)
-        calls["fa4"] = lambda: peers["first"](peers["fa4"](q, k, v, **own))
+        sink = {} if sinks is None else {"learnable_sink": sinks.to(BF16)}
+        calls["fa4"] = lambda: peers["first"](peers["fa4"](q, k, v, **own, **sink))
     if peers["flex"] and not shape.sinks and not plain:
         calls["flex"] = flex(shape, peers["flex"], q, k, v)
     return calls

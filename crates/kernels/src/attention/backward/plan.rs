@@ -145,7 +145,7 @@ impl BackwardPlan {
         skipping: Skipping,
     ) -> Result<BackwardPlan, NoKernel> {
         let facts = facts_of(problem, pass, arch, skipping)?;
-        let config = config_of(problem, &facts.features, table)?;
+        let config = facts.pairs_or_spread(config_of(problem, &facts.features, table)?);
         BackwardPlan::of(facts, config)
     }
 

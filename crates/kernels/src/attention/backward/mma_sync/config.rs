@@ -67,10 +67,10 @@ impl BackwardConfig {
         let largest = dims[0].max(dims[1]);
         let modifies = !features.modifiers.is_empty();
         let fits = |config: &BackwardConfig| {
-            // The assembler spills a few registers for Hopper, which takes this kernel only if it is asked to.
-            let hopper = arch.tensor == TensorUnit::Wgmma && (config.rows > 64 || largest > 96 && config.depth > 2);
+            // For GPUs with another tensor unit the assembler allocates registers differently, and spills a few.
+            let spills = arch.tensor != TensorUnit::MmaSync && (config.rows > 64 || largest > 96 && config.depth > 2);
             let crowded = match config.share {
-                Share::Warps32 => modifies || hopper || ragged && (config.rows > 64 || largest > 96),
+                Share::Warps32 => modifies || spills || ragged && (config.rows > 64 || largest > 96),
                 _ => false,
             };
             !crowded && config.sync_bytes(dims) + ROOM <= arch.shared_per_cta

@@ -16,6 +16,11 @@ const BYTES: f64 = 2.6e12;
 const DRIFT: f64 = 0.07;
 /// Seconds that one more kernel takes: its launch, and the CTAs of the kernel before that end at different times.
 const LAUNCH: f64 = 6e-6;
+/// Time of a step by [`Share::Columns`] over that of CTA pairs with as many products, at head dimension 256 (docs/lab/006, 72).
+const COLUMNS: f64 = 1.22;
+/// Spread heads must take less than this share of the estimated time of CTA pairs to replace them. The estimate is up to 30 %
+/// off (docs/lab/006, 124).
+const INSTEAD_OF_PAIRS: f64 = 0.8;
 /// More parts must take less than this share of the time of fewer.
 const GAIN: f64 = 0.98;
 /// Bytes that all parts may have.
@@ -47,6 +52,11 @@ pub(crate) struct Load {
 }
 
 impl Load {
+    /// This load with steps that take `factor` times as long.
+    fn slower(self, factor: f64) -> Load {
+        Load { step: self.step * factor, ..self }
+    }
+
     /// Seconds of the main kernel and of the kernel that adds parts, if the query heads of a group are in parts of at most
     /// `most` heads.
     ///
@@ -61,9 +71,14 @@ impl Load {
         main * self.step + join
     }
 
-    /// The number of parts with the least estimated time. More parts than fewer would do are taken only for a gain that
-    /// is beyond the error of the estimate.
+    /// The number of parts with the least estimated time.
     pub fn parts(&self) -> u64 {
+        self.best().0
+    }
+
+    /// The number of parts with the least estimated time, and the seconds it takes. More parts than fewer would do are taken
+    /// only for a gain that is beyond the error of the estimate.
+    pub fn best(&self) -> (u64, f64) {
         let mut best = (1, self.seconds(1, self.group));
         for parts in 2..=self.group {
             let most = self.group.div_ceil(parts);
@@ -76,11 +91,23 @@ impl Load {
                 best = (parts, seconds);
             }
         }
-        best.0
+        best
     }
 }
 
 impl Facts {
+    /// The configuration itself, or for CTA pairs the one without them if spread heads gain more than the pairs do: few
+    /// key/value heads do not fill the GPU with pairs of CTAs, which cannot spread heads.
+    pub fn pairs_or_spread(&self, config: BackwardConfig) -> BackwardConfig {
+        if config.share != Share::Pairs || config.head_splits.is_some() || self.group() <= 1 {
+            return config;
+        }
+        let pairs = self.load(&config, false);
+        let columns = BackwardConfig::columns();
+        let (_, spread) = self.load(&columns, false).slower(COLUMNS).best();
+        if spread < pairs.seconds(1, pairs.group) * INSTEAD_OF_PAIRS { columns } else { config }
+    }
+
     /// How query heads are spread: as a configuration says, or by the rule. `splits`: whether the last tiles would be split.
     pub fn spread(&self, config: &BackwardConfig, splits: bool) -> HeadSpread {
         let parts = match config.head_splits {
@@ -158,7 +185,11 @@ mod tests {
         assert_eq!(causal([2, 4096], [28, 4], 128), 4);
         // Mistral: windows of 4096 keys.
         assert_eq!(parts([1, 16384], [32, 8], 128, Mask::window(4095, 0)), 2);
-        // Many tiles, single heads, CTA pairs, and tiles that are split anyway.
+        // CTA pairs give way where few key/value heads would leave most of the GPU idle (Gemma-2B has one), and only there.
+        assert!(causal([1, 8192], [8, 1], 256) >= 2);
+        assert!(causal([3, 285], [71, 1], 256) >= 8);
+        assert_eq!(causal([1, 8192], [16, 8], 256), 1);
+        // Many tiles, single heads, and tiles that are split anyway.
         assert_eq!(causal([16, 4096], [64, 32], 128), 1);
         assert_eq!(causal([2, 4096], [16, 16], 128), 1);
         assert_eq!(causal([2, 4096], [16, 2], 256), 1);
