@@ -44,7 +44,7 @@ SWEEPS = (
     (Shape("other", 16, 300, 16, 4, 64), parts(1, 2, 4)),
     (Shape("other", 1, 20000, 8, 1, 128), parts(1, 2, 4, 8)),
 )
-# Head dimension 256: pairs of CTAs, which cannot spread heads, and configurations without pairs, which can.
+# Head dims above 128: pairs of CTAs, which cannot spread heads, and configurations without pairs, which can.
 PAIRS = "share=pairs rows=64 adds=threads depth=2 key_depth=1 early=8 drain=yes join=never registers=240:24"
 COLUMNS = PAIRS.replace("pairs", "columns").replace("240:24", "232:40")
 
@@ -59,6 +59,13 @@ WIDE = (
     (Shape("other", 3, 285, 71, 1, 256), wide(1, 8, 16, 24, 36)),
     (Shape("other", 1, 4096, 16, 8, 256), wide(1, 2)),
     (Shape("other", 4, 1000, 32, 4, 256), wide(1, 2, 4)),
+    (Shape("other", 4, 7384, 16, 16, 160), wide(1)),
+    (Shape("other", 1, 6128, 64, 16, 160), wide(1, 2, 4)),
+    (Shape("other", 16, 438, 64, 8, 160), wide(1, 2)),
+    (Shape("other", 8, 1670, 24, 8, 192), wide(1, 3)),
+    (Shape("other", 3, 4163, 48, 3, 192), wide(1, 2, 4, 8)),
+    (Shape("other", 2, 10860, 4, 1, 192), wide(1, 2, 4)),
+    (Shape("other", 2, 860, 7, 1, 192), wide(1, 4, 7)),
 )
 PACKED = (4096, 2048, 8192, 1024, 512, 12288, 4608)
 
@@ -84,13 +91,14 @@ def contenders(tunings, call, outputs):
 
 
 def show(name, flops, ms):
-    print(f"{name}: " + "; ".join(f"{tuning} {flops / t / 1e9:.0f}" for tuning, t in ms.items()), flush=True)
+    short = {PAIRS: "pairs"} | {f"{COLUMNS} head_splits={n}": f"columns head_splits={n}" for n in range(100)}
+    print(f"{name}: " + "; ".join(f"{short.get(tuning, tuning)} {flops / t / 1e9:.0f}" for tuning, t in ms.items()), flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--wide", action="store_true", help="head dimension 256 alone")
+    parser.add_argument("--wide", action="store_true", help="head dims above 128 alone")
     options = parser.parse_args()
     rounds = options.rounds
     for shape, tunings in WIDE if options.wide else SWEEPS:

@@ -108,7 +108,7 @@ def gpu_page(machine, models, drawn, grids):
         f"Causal, bf16. Peers: {contenders(models)}. `python bench/gpu.py models`.",
         models_table(models),
         "## Random shapes of models",
-        "Odd lengths, grouped heads, other head dims. `python bench/gpu.py shapes --no-flex --count 40`.",
+        "Odd lengths, grouped heads, other head dims. `python bench/gpu.py shapes --no-flex`.",
         drawn_table(drawn),
         "## Grid",
         f"{GRID_WORDS}. In brackets the ratio to the best of cuDNN and FlashAttention-4 in that cell. "

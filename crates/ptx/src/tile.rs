@@ -150,6 +150,17 @@ impl<'k> Tile<'k> {
         Tile { shape: TileShape { cols: count, ..shape }, address: self.address + offset, ..self }
     }
 
+    /// The first `count` columns, a multiple of 16. Unlike a range of [`cols`](Self::cols), they may end inside a chunk.
+    #[track_caller]
+    pub fn first_cols(self, count: u32) -> Self {
+        let shape = self.shape;
+        if !count.is_multiple_of(16) || count > shape.cols {
+            let k = self.address.k;
+            k.refuse(format!("the first {count} columns of {}, allowed: multiples of 16 up to that", shape.cols));
+        }
+        Tile { shape: TileShape { cols: count, ..shape }, ..self }
+    }
+
     /// The `index`-th part of a product operand: `count` rows of A or columns of B. `major` tells whether these are
     /// rows or columns of the tile.
     #[track_caller]
@@ -333,6 +344,16 @@ impl<'k> Acc<'k> {
             self.k.refuse(format!("part {index} of {count} columns of {}, allowed: multiples of 8 inside", self.cols));
             return Acc { k: self.k, regs: self.regs.clone(), cols: self.cols, number: self.number };
         }
+        Acc { k: self.k, regs: self.regs[regs].to_vec(), cols: count, number: self.number }
+    }
+    /// The columns from `first` on, `count` of them, in the same registers.
+    #[track_caller]
+    pub fn columns(&self, first: u32, count: u32) -> Acc<'k> {
+        if !first.is_multiple_of(8) || !count.is_multiple_of(8) || first + count > self.cols {
+            self.k.refuse(format!("{count} columns from {first} of {}, allowed: multiples of 8 inside", self.cols));
+            return Acc { k: self.k, regs: self.regs.clone(), cols: self.cols, number: self.number };
+        }
+        let regs = (first / 2) as usize..((first + count) / 2) as usize;
         Acc { k: self.k, regs: self.regs[regs].to_vec(), cols: count, number: self.number }
     }
     /// The thread's elements. For each eight columns: two neighbours of the upper row, then two of the lower row. The

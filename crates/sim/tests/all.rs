@@ -5,6 +5,7 @@ mod attention;
 mod backward;
 mod backward_heads;
 mod backward_planted;
+mod backward_widths;
 mod clean;
 mod common;
 mod counters;

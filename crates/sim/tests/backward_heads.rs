@@ -12,7 +12,9 @@ use std::sync::Arc;
 
 /// The case with its heads in parts, and its configuration changed.
 fn spread(case: Case, parts: u32, change: impl FnOnce(BackwardConfig) -> BackwardConfig) -> Case {
-    let usual = Case { config: None, ..case.clone() }.plan().config();
+    let plan = Case { config: None, ..case.clone() }.plan();
+    // Not in pairs of CTAs, which have one part.
+    let usual = if plan.can_split_heads() { plan.config() } else { BackwardConfig::columns() };
     let config = BackwardConfig { head_splits: Some(parts), ..change(case.config.unwrap_or(usual)) };
     let spread = Case { config: Some(config), ..case };
     assert!(spread.plan().head_splits() == u64::from(parts), "{spread:?}");

@@ -114,28 +114,31 @@ pub struct BackwardConfig {
     pub join: Option<u32>,
 }
 
+/// What the built-in configurations have in common.
+const BASE: BackwardConfig = BackwardConfig {
+    share: Share::Keys,
+    rows: 64,
+    adds: Adds::Threads,
+    depth: 2,
+    key_depth: 1,
+    registers: [240, 24],
+    early: 4,
+    drain: false,
+    pack: Pack::Early,
+    turn: 2,
+    pairs: None,
+    last: None,
+    rounds: false,
+    sums: None,
+    zeroed: None,
+    join: None,
+    head_splits: None,
+};
+
 impl TileConfig for BackwardConfig {
     fn built_in() -> Vec<ConfigRow<BackwardConfig>> {
-        let base = BackwardConfig {
-            share: Share::Keys,
-            rows: 64,
-            adds: Adds::Threads,
-            depth: 2,
-            key_depth: 1,
-            registers: [240, 24],
-            early: 4,
-            drain: false,
-            pack: Pack::Early,
-            turn: 2,
-            pairs: None,
-            last: None,
-            rounds: false,
-            sums: None,
-            zeroed: None,
-            join: None,
-            head_splits: None,
-        };
-        let columns = BackwardConfig { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base };
+        let base = BASE;
+        let pairs = BackwardConfig { share: Share::Pairs, registers: [240, 24], ..BackwardConfig::columns() };
         let engine = BackwardConfig { adds: Adds::CopyEngine, join: Some(JOIN), ..base };
         let narrow = BackwardConfig { rows: 128, key_depth: 2, ..engine };
         let usual = BackwardConfig { rows: 80, ..engine };
@@ -145,11 +148,8 @@ impl TileConfig for BackwardConfig {
             let short = row(head_dims.clone(), 0..MANY_KEYS, BackwardConfig { rounds: true, ..config });
             [short, row(head_dims, MANY_KEYS..u64::MAX, config)]
         };
-        let wide = [
-            row(129..=192, 0..u64::MAX, columns),
-            row(193..=u32::MAX, 0..u64::MAX, BackwardConfig { share: Share::Pairs, registers: [240, 24], ..columns }),
-        ];
-        [rounded(0..=64, narrow), rounded(65..=128, usual), wide].concat()
+        let wide = vec![row(129..=u32::MAX, 0..u64::MAX, pairs)];
+        [rounded(0..=64, narrow).to_vec(), rounded(65..=128, usual).to_vec(), wide].concat()
     }
 
     fn neighbours(self, head_dim: u32) -> Vec<BackwardConfig> {
@@ -205,8 +205,8 @@ impl BackwardConfig {
     }
 
     /// The configuration with the most free registers: it takes every feature.
-    pub fn columns() -> BackwardConfig {
-        BackwardConfig::hopper(192)
+    pub const fn columns() -> BackwardConfig {
+        BackwardConfig { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..BASE }
     }
 
     /// The configuration that measured best, or fits at all, for sequences of different lengths or modified scores: both keep more
@@ -239,7 +239,7 @@ impl BackwardConfig {
         let rows = match (self.share, self.adds) {
             (Share::Columns, Adds::Threads) => self.rows == 64,
             (Share::Pairs, Adds::Threads) => {
-                self.rows == 64 && self.depth == 2 && self.key_depth == 1 && (193..=256).contains(&head_dim)
+                self.rows == 64 && self.depth == 2 && self.key_depth == 1 && (129..=256).contains(&head_dim)
             }
             (Share::Columns | Share::Pairs | Share::Warps32 | Share::Warps16, Adds::CopyEngine) => false,
             // A warp has half of the columns of d_k and d_v of its keys in registers, next to p and d_p of half a step.
@@ -299,6 +299,18 @@ impl BackwardConfig {
             (Share::Keys, _) if d.max(dv) > 64 => [128, dv],
             (Share::Keys, Adds::CopyEngine) => [64, dv],
             (Share::Keys, Adds::Threads) => [d, dv],
+        }
+    }
+
+    /// Elements of a row of d_k and of d_v that the products compute, which need not fill the tiles of [`padded`](Self::padded)
+    /// rows. The products that sum over rows of q and k, or of d_o and v, take as many elements.
+    pub fn widths(&self, dims: [u32; 2]) -> [u32; 2] {
+        let whole = dims.map(|d| d.next_multiple_of(16));
+        match (self.share, self.adds) {
+            (Share::Keys, Adds::CopyEngine) if whole[0].max(whole[1]) > 64 => whole,
+            // Both parts of d_o have columns.
+            (Share::Pairs, _) => [whole[0], whole[1].max(self.padded(dims)[1] / 2 + 16)],
+            _ => self.padded(dims),
         }
     }
 
@@ -399,6 +411,6 @@ mod tests {
             !BackwardConfig::hopper(64).has_kernel(192) && !BackwardConfig::hopper(64).of_threads(64).has_kernel(128)
         );
         assert!(!BackwardConfig { adds: Adds::CopyEngine, ..BackwardConfig::hopper(256) }.has_kernel(256));
-        assert!(!BackwardConfig::hopper(256).has_kernel(192) && BackwardConfig::hopper(192).has_kernel(256));
+        assert!(!BackwardConfig::hopper(256).has_kernel(128) && BackwardConfig::columns().has_kernel(256));
     }
 }

@@ -83,7 +83,7 @@ where
     Pair<T>: Word,
 {
     Program::build("attention_backward_heads", target, |p| {
-        let ([d, dv], tile_keys) = (shape.dims, shape.config.keys());
+        let ([d, dv], tile_keys) = (shape.widths, shape.config.keys());
         let d_k = Results::declare::<T, HeadsCall>(p, "d_k", (SumLayout::of_keys(d), shape.results), |call| &call.d_k);
         let d_v = Results::declare::<T, HeadsCall>(p, "d_v", (SumLayout::of_keys(dv), shape.results), |call| &call.d_v);
         let parts = p.pointer::<f32>("head_parts", |call| call.parts);

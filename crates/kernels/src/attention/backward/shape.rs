@@ -24,6 +24,8 @@ pub struct KernelShape {
     /// Elements of a row of q and k, and of a row of v and o, as the products see them: [`Features::dims`] rounded up to
     /// whole tiles ([`BackwardConfig::padded`]). Missing elements are read as zeros.
     pub dims: [u32; 2],
+    /// Elements of a row of d_k and of d_v that the products compute ([`BackwardConfig::widths`]).
+    pub widths: [u32; 2],
     /// Whether the main kernel converts d_q to 16 bits, so that there is no finish kernel. Needs copy-engine reduction
     /// and sequences of equal length that have keys.
     pub rounds: bool,
@@ -51,10 +53,11 @@ impl KernelShape {
     /// are not spread.
     pub fn plain(features: &Features, config: BackwardConfig) -> KernelShape {
         let zero_fills = config.adds == Adds::CopyEngine && !features.ragged.any();
-        let dims = config.padded(features.dims);
+        let (dims, widths) = (config.padded(features.dims), config.widths(features.dims));
         KernelShape {
             config,
             dims,
+            widths,
             rounds: false,
             splits: false,
             single: false,

@@ -100,6 +100,8 @@ pub(crate) struct Main<'k> {
     pub config: BackwardConfig,
     /// Elements of a row of q and k, and of a row of v and o, as products see them.
     pub dims: [u32; 2],
+    /// Elements of a row of d_k and of d_v that the products compute.
+    pub widths: [u32; 2],
     /// A tile has one query head ([`KernelShape::single`]).
     pub single: bool,
     pub exp: Exp,
@@ -146,7 +148,7 @@ impl<'k> Main<'k> {
         let value = p.tensor("v", tile(keys, dv), rank, |call| call.v.clone());
         let other_k = pairs.then(|| p.tensor("k_other", tile(keys, d / 2), rank, |call| call.k.clone()));
         let spreads = shape.spread != Spread::No;
-        let parts = spreads.then(|| HeadParts::declare(p, |call: &Call| &call.head_parts, shape.dims));
+        let parts = spreads.then(|| HeadParts::declare(p, |call: &Call| &call.head_parts, shape.widths));
         let d_k = (!spreads).then(|| p.tensor("d_k", result(d), rank, |call| call.d_k.clone()));
         let d_v = (!spreads).then(|| p.tensor("d_v", result(dv), rank, |call| call.d_v.clone()));
         let shift = p.pointer::<f32>("shift", |call| call.shift);
@@ -195,6 +197,7 @@ impl<'k> Main<'k> {
             k,
             config,
             dims: shape.dims,
+            widths: shape.widths,
             single: shape.single,
             exp: features.exp,
             inputs,
@@ -252,7 +255,7 @@ where
     let zero_fill =
         shape.zero_fills.then(|| ZeroFill::declare(p, |call: &Call| &call.zero_fill, (sums, counters), log));
     let round = shape.rounds.then(|| Round::declare::<T, Call>(p, |call| &call.round, (shape, sums), log));
-    let split = shape.splits.then(|| SplitTiles::declare(p, |call: &Call| &call.split, shape.dims, log)).map(Rc::new);
+    let split = shape.splits.then(|| SplitTiles::declare(p, |call: &Call| &call.split, shape.widths, log)).map(Rc::new);
     let ordered =
         (features.order == Order::Fixed).then(|| Ordered::declare(p, |call: &Call| &call.ordered, &shape.config, log));
     let spans = Spans::of(&features.mask).transposed();

@@ -1,6 +1,7 @@
 //! The steps of a tile in the compute role: a warpgroup's position, and operations of all schedules on scores and
 //! results.
 
+use crate::attention::backward::Share;
 use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
 use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{END, FIRST, Of, Work};
@@ -149,9 +150,17 @@ impl<'a, 'k> Walk<'a, 'k> {
             self.main.d_q.before_add(w);
         }
         let (to, elements) = (Pointer::<f32>::at_address(self.place.get()), d_q.elements().collect::<Vec<_>>());
-        for four in part {
-            let at = 4 * four as usize;
-            to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
+        let add = |w: &Scope<'k, Group>| {
+            for four in part.clone() {
+                let at = 4 * four as usize;
+                to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
+            }
+        };
+        // The last warpgroup of a CTA pair has no column of shorter rows: its d_q is zero.
+        let parts = self.main.widths[0].div_ceil(self.main.config.cols(self.main.dims[0]));
+        match self.main.config.share {
+            Share::Pairs if parts < 4 => w.when(self.main.quarter(w, self.own).lt(parts), add),
+            _ => add(w),
         }
         if ends {
             self.main.d_q.after_add(w);
@@ -255,14 +264,15 @@ pub(crate) fn clear(acc: &Acc<'_>) {
     (0..acc.elements().count()).for_each(|i| acc.set(i, 0.0));
 }
 
-/// Writes d_k or d_v to a tile that no warpgroup reads any longer. d_k is scaled.
+/// Writes d_k or d_v to a tile that no warpgroup reads any longer. d_k is scaled. Columns of the tile beyond those of the result lie
+/// outside the tensor, so the copy engine does not store them.
 pub(crate) fn write_result<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>, of: Of, result: &Acc<'k>, to: Tile<'k>)
 where
     Pair<T>: Word,
 {
     match of {
-        Of::DK => w.write_with::<T>(to, result, |_, x| x * main.scale),
-        _ => w.write::<T>(to, result),
+        Of::DK => w.write_with::<T>(to.first_cols(result.cols()), result, |_, x| x * main.scale),
+        _ => w.write::<T>(to.first_cols(result.cols()), result),
     }
 }
 

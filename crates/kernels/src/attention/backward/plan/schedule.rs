@@ -145,8 +145,8 @@ impl Schedule {
 
     /// Bytes of each region of the scratch memory.
     pub fn scratch(&self, facts: &Facts) -> Scratch<u64> {
-        let KernelShape { config, dims, .. } = &self.shape;
-        let split_row = u64::from(dims[0] + dims[1]) * 4;
+        let KernelShape { config, dims, widths, .. } = &self.shape;
+        let split_row = u64::from(widths[0] + widths[1]) * 4;
         Scratch {
             d_q_sums: self.sum_rows() * u64::from(dims[0]) * 4,
             shift: self.rows * 4,

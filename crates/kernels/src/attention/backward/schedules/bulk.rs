@@ -77,14 +77,14 @@ where
     Pair<T>: Word,
 {
     fn new(w: &Scope<'k, Group>, main: &'a Main<'k>) -> Self {
-        let (config, [d, dv]) = (main.config, main.dims);
+        let (config, d) = (main.config, main.dims[0]);
         let rows = config.rows;
         let reduce = main.d_q.bulk.as_ref().expect("bug in fulgurite: the copy engine does not add");
         let exchange = main.k.double_tile("d_z", tile::<T>(config, rows, config.keys()), &main.stages.queries);
         let (s, d_p) = (w.accumulators(rows), w.accumulators(rows));
         // For short rows the assembler finds no registers for the products unless d_q has its own (C7511).
         let d_q = if config.cols(d) == rows { d_p.part(0, rows) } else { w.accumulators(config.cols(d)) };
-        let (d_k, d_v) = (w.accumulators(d), w.accumulators(dv));
+        let [d_k, d_v] = main.widths.map(|width| w.accumulators(width));
         let (p, d_z) = (w.fragment::<T>(rows), w.fragment::<T>(rows));
         let limits = Limits::of_keys(w, &main.map.spans);
         let (barrier, turns) = (w.group_barrier(), w.turns());
@@ -204,9 +204,11 @@ where
         let Stages { queries, outputs, keys, values, .. } = &self.main.stages;
         let (Bulk { exchange, turns, .. }, own) = (self, self.own);
         w.await_turn(turns);
-        let (q, key) = (queries.wait(w)[0], keys.current(w)[0].rows(own, 64));
+        let [width, value_width] = self.main.widths;
+        let (q, key) = (queries.wait(w)[0].first_cols(width), keys.current(w)[0].rows(own, 64).first_cols(width));
         w.multiply(&self.s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
-        let (d_o, value) = (outputs.wait(w)[0], values.current(w)[0].rows(own, 64));
+        let d_o = outputs.wait(w)[0].first_cols(value_width);
+        let value = values.current(w)[0].rows(own, 64).first_cols(value_width);
         w.multiply(&self.d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), Sum::Fresh);
         self.weights(w);
         w.write_fragment_turned(exchange.open(w).cols(own, 64), &self.d_z);
@@ -216,7 +218,7 @@ where
             self.query_sums(w);
         }
         exchange.publish(w);
-        self.add(w, &self.d_k, &self.d_z, queries.current(w)[0], first);
+        self.add(w, &self.d_k, &self.d_z, queries.current(w)[0].first_cols(width), first);
         w.pass_turn(turns);
         if !first {
             w.wait_products(1); // d_v and d_q

@@ -83,6 +83,13 @@ impl<'a, 'k> Between<'a, 'k> {
         Between { main, pair, p: main.k.accumulator_channel("p", main.config.rows).taken_with(d_z), d_z }
     }
 
+    /// The first column of a part of d_o, and how many columns of it the products take.
+    fn part(&self, part: u32) -> [u32; 2] {
+        let main = self.main;
+        let whole = main.dims[1] / main.config.d_o_parts();
+        [part * whole, (main.widths[1] - part * whole).min(whole)]
+    }
+
     /// Starts d_q of a step: two products, over the own keys and over those of the other CTA.
     fn query_sums(&self, w: &Scope<'k, Group>, of: &Queries<'k>) {
         let (main, quarter) = (self.main, of.d_q.cols());
@@ -109,7 +116,9 @@ impl<'a, 'k> Between<'a, 'k> {
     where
         Pair<T>: Word,
     {
-        let (main, half) = (self.main, result.cols() / 2);
+        // Halves of the padded row: columns beyond the result are outside the tensor.
+        let main = self.main;
+        let half = main.dims[usize::from(of == Of::DV)] / 2;
         write_result::<T>(w, main, of, result, to);
         // Read the tile again: keeping it over the loop would take registers.
         let work = &main.map.read(&main.stages.tickets.again(w));
@@ -154,7 +163,7 @@ where
     fn new(w: &Scope<'k, Group>, between: &'b Between<'a, 'k>) -> Self {
         let (main, rows) = (between.main, between.main.config.rows);
         let of = Queries::new(w, main, 0);
-        let (s, d_v, p) = (w.accumulators(rows), w.accumulators(main.dims[1]), w.fragment::<T>(rows));
+        let (s, d_v, p) = (w.accumulators(rows), w.accumulators(main.widths[1]), w.fragment::<T>(rows));
         let limits = Limits::of_keys(w, &main.map.spans);
         let barrier = w.group_barrier();
         let walk = Walk::of(w, main, of.own);
@@ -169,7 +178,8 @@ where
     /// Starts s of a step.
     fn scores(&self, w: &Scope<'k, Group>) {
         let Stages { queries, keys, .. } = &self.between.main.stages;
-        let (q, key) = (queries.wait(w)[0], keys.current(w)[0]);
+        let [q, key] =
+            [queries.wait(w)[0], keys.current(w)[0]].map(|tile| tile.first_cols(self.between.main.widths[0]));
         w.multiply(&self.s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
     }
 
@@ -185,10 +195,10 @@ where
 
     /// Starts d_v: a product for each part of d_o.
     fn value_sums(&self, w: &Scope<'k, Group>) {
-        let (parts, dv) = (self.parts(), self.d_v.cols());
-        for part in 0..parts {
-            let d_o = self.between.main.stages.outputs.take(w)[0].operand(Major::Outer);
-            onto(w, &self.d_v.part(part, dv / parts), &self.p, d_o);
+        for part in 0..self.parts() {
+            let [first, width] = self.between.part(part);
+            let d_o = self.between.main.stages.outputs.take(w)[0].first_cols(width).operand(Major::Outer);
+            onto(w, &self.d_v.columns(first, width), &self.p, d_o);
         }
     }
 }
@@ -277,7 +287,7 @@ where
     fn new(w: &Scope<'k, Group>, between: &'b Between<'a, 'k>) -> Self {
         let (main, rows) = (between.main, between.main.config.rows);
         let of = Queries::new(w, main, 1);
-        let (d_p, d_k, d_z) = (w.accumulators(rows), w.accumulators(main.dims[0]), w.fragment::<T>(rows));
+        let (d_p, d_k, d_z) = (w.accumulators(rows), w.accumulators(main.widths[0]), w.fragment::<T>(rows));
         let barrier = w.group_barrier();
         let walk = Walk::of(w, main, of.own);
         Keys { between, of, d_p, d_k, d_z, barrier, walk }
@@ -291,14 +301,17 @@ where
     /// Starts a part of d_p, over a part of the columns of d_o.
     fn product(&self, w: &Scope<'k, Group>, part: u32) {
         let (Stages { outputs, values, .. }, dv) = (&self.between.main.stages, self.between.main.dims[1]);
-        let (d_o, value) = (outputs.take(w)[0], values.current(w)[0].cols(part, dv / self.parts()));
+        let [_, width] = self.between.part(part);
+        let d_o = outputs.take(w)[0].first_cols(width);
+        let value = values.current(w)[0].cols(part, dv / self.parts()).first_cols(width);
         let sum = if part == 0 { Sum::Fresh } else { Sum::Onto };
         w.multiply(&self.d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), sum);
     }
 
     fn key_sums(&self, w: &Scope<'k, Group>) {
         let queries = &self.between.main.stages.queries;
-        onto(w, &self.d_k, &self.d_z, queries.wait(w)[0].operand(Major::Outer));
+        let q = queries.wait(w)[0].first_cols(self.between.main.widths[0]);
+        onto(w, &self.d_k, &self.d_z, q.operand(Major::Outer));
     }
 }
 
