@@ -89,13 +89,7 @@ impl<'a, 'k> Load<'a, 'k> {
 
     /// Loads all tiles of the CTA.
     pub fn run(&self, t: &Scope<'k, Thread>) {
-        match self.tiles.always_some() {
-            true => self.tiles_of_cta(t),
-            false => {
-                let some = self.tiles.seek(t, t.cta());
-                t.choose(some, |t| self.tiles_of_cta(t), |t| self.kernel.tickets.put(t, &[]));
-            }
-        }
+        self.tiles.first(t, &|t| self.tiles_of_cta(t), &|t| self.kernel.tickets.put(t, &[]));
     }
 
     fn tiles_of_cta(&self, t: &Scope<'k, Thread>) {
