@@ -2,7 +2,7 @@
 
 use crate::array::{Array, Claims, fresh, refuse, wrong};
 use crate::variants::{Engine, copy_into};
-use fulgurite::cache::{CacheSpec, KvCache as Store, Parts, Storage, choose_bits};
+use fulgurite::cache::{CacheParts, CacheSpec, KvCache as Store, Storage, choose_bits};
 use fulgurite::format::Bits;
 use fulgurite::{Choice, DType, Error, Settings};
 use pyo3::prelude::*;
@@ -78,7 +78,7 @@ impl Cache {
     #[staticmethod]
     fn load(contents: Contents, engine: &str, threads: Option<i64>) -> PyResult<Cache> {
         let (words, arrays) = contents;
-        Cache::of(Store::from_parts(&Parts { words, arrays }).map_err(refused)?, engine, threads)
+        Cache::of(Store::from_parts(&CacheParts { words, arrays }).map_err(refused)?, engine, threads)
     }
 
     /// The contents of a file.

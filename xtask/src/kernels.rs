@@ -87,6 +87,13 @@ mod tests {
         assert!(!is_ci(None) && !is_ci(Some("")) && !is_ci(Some("false")) && !is_ci(Some("0")));
     }
 
+    /// The script that CI runs is CI on every machine.
+    #[test]
+    fn the_script_of_ci_says_that_it_is_ci() {
+        let script = std::fs::read_to_string(crate::root().join(".ci/run")).unwrap();
+        assert!(script.contains("export CI=\"${CI:-true}\""));
+    }
+
     #[test]
     fn arguments() {
         assert_eq!(parse(&[]), Ok(Fingerprints::default()));

@@ -219,8 +219,10 @@ fn every_dependency_is_named_with_its_reason() {
         .map(|dependency| dependency.name)
         .filter(|name| !CRATES.iter().any(|rule| rule.name == name))
         .collect();
+    // The first cell of each row that names crates.
+    let table = architecture.lines().filter(|line| line.starts_with("| `")).filter_map(|line| line.split('|').nth(1));
     let unnamed: Vec<&String> =
-        outside.iter().filter(|name| !architecture.contains(&format!("| `{name}` |"))).collect();
+        outside.iter().filter(|name| !table.clone().any(|line| line.contains(&format!("`{name}`")))).collect();
     assert!(unnamed.is_empty(), "not in the table of ARCHITECTURE.md: {unnamed:?}");
 }
 

@@ -136,3 +136,68 @@ fn the_wheel_has_the_licences() {
         assert_eq!(ours.expect("a licence"), copy.expect("a copy of it"), "python/{name} differs");
     }
 }
+
+/// The rows of ARCHITECTURE's walks of a call: the file, and the items that the call passes there.
+fn walks(text: &str) -> Vec<Vec<(&str, Vec<&str>)>> {
+    let sections = text.split("\n## ").filter(|section| section.starts_with("The walk of q"));
+    let blocks = sections.filter_map(|section| section.split("```text\n").nth(1)?.split("```").next());
+    blocks
+        .map(|block| {
+            let rows = block.lines().filter_map(|line| {
+                let mut cells = line.split("  ").map(str::trim).filter(|cell| !cell.is_empty());
+                Some((cells.next()?, cells.next()?.split(", ").collect()))
+            });
+            rows.collect()
+        })
+        .collect()
+}
+
+/// What is wrong with a walk: a file that does not exist or comes twice, an item that its file does not define.
+fn missteps(walk: &[(&str, Vec<&str>)]) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut seen = BTreeSet::new();
+    for (file, items) in walk {
+        if !seen.insert(file) {
+            found.push(format!("{file} comes twice"));
+        }
+        let Ok(source) = std::fs::read_to_string(root().join(file)) else {
+            found.push(format!("there is no {file}"));
+            continue;
+        };
+        for item in items {
+            let name = item.rsplit("::").next().unwrap_or(item);
+            let defines = ["fn ", "struct ", "trait ", "def ", "class "].iter().any(|kind| {
+                source.match_indices(&format!("{kind}{name}")).any(|(at, found)| {
+                    !source[at + found.len()..].starts_with(|c: char| c.is_alphanumeric() || c == '_')
+                })
+            });
+            if !defines {
+                found.push(format!("{file} does not define {item}"));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn the_walks_of_a_call_are_true_and_the_map_is_short() {
+    let text = std::fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let walks = walks(&text);
+    assert_eq!(walks.len(), 2);
+    for walk in &walks {
+        assert!(walk.len() > 10, "{walk:?}");
+        assert_eq!(missteps(walk), Vec::<String>::new());
+    }
+    assert!(text.lines().count() <= 200, "ARCHITECTURE.md has {} lines, allowed: 200", text.lines().count());
+}
+
+#[test]
+fn missteps_are_found() {
+    let here = "xtask/tests/documents.rs";
+    let walk = [(here, vec!["missteps", "Nothing::of_the_kind"]), (here, vec!["roo"]), ("nowhere.rs", vec![])];
+    let expected =
+        ["does not define Nothing::of_the_kind", "comes twice", "does not define roo", "there is no nowhere.rs"];
+    let found = missteps(&walk);
+    assert_eq!(found.len(), expected.len(), "{found:?}");
+    assert!(expected.iter().all(|text| found.iter().any(|line| line.contains(text))), "{found:?}");
+}

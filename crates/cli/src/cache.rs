@@ -4,7 +4,7 @@ use crate::args::CacheArgs;
 use crate::io::{self, Stored, safetensors as tensors};
 use crate::{Failure, json, say};
 use fulgurite::Tensor;
-use fulgurite::cache::{CacheSpec, KvCache, Parts, Storage, choose_bits};
+use fulgurite::cache::{CacheParts, CacheSpec, KvCache, Storage, choose_bits};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
@@ -40,7 +40,7 @@ pub fn decode(bytes: &[u8]) -> Result<KvCache, String> {
     let file = SafeTensors::deserialize(bytes).map_err(damaged)?;
     let words: BTreeMap<String, String> = header.metadata().clone().unwrap_or_default().into_iter().collect();
     let arrays = file.iter().map(|(name, view)| (name.to_string(), view.data().to_vec())).collect();
-    KvCache::from_parts(&Parts { words, arrays }).map_err(|e| e.to_string())
+    KvCache::from_parts(&CacheParts { words, arrays }).map_err(|e| e.to_string())
 }
 
 /// Runs the command.

@@ -81,8 +81,8 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
     if args.json { json::print(&results) } else { say(&text(&results)) }
 }
 
-/// The architecture to explain and its tile configurations: the one that the engine names, else that of the GPU of this
-/// machine, with its profile, else Hopper.
+/// The architecture to explain and its tile configurations: the one that the engine names, else that of this machine's GPU,
+/// with its profile. Without a GPU it is Hopper, whose tile configurations were measured; the answer names it.
 fn machine(args: &ExplainArgs) -> Result<(Target, Tables), fulgurite::Error> {
     match (args.engine.engine, Cuda::open(0, Options::default())) {
         (Choice::SimArch(arch), _) => Ok((Target::new(arch), Tables::default())),

@@ -188,8 +188,7 @@ fn trace(args: &SimArgs, path: &Path) -> Result<u64, Failure> {
 /// Runs `sim-vs-gpu`: a line for each kernel, as soon as it is done.
 pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
     let chosen = |name: &str| args.names.is_empty() || args.names.iter().any(|begin| name.starts_with(begin.as_str()));
-    let names: Vec<&str> =
-        kernels().iter().map(|entry| entry.name).filter(|name| chosen(name) && takes(name)).collect();
+    let names: Vec<&str> = kernels().iter().map(|entry| entry.name).filter(|name| chosen(name)).collect();
     if names.is_empty() {
         return Err(Failure::input(format_args!(
             "no kernel begins so: {}; try `fulgurite kernel list`",
@@ -197,6 +196,8 @@ pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
         )));
     }
     let gpu = Gpu::open(args.gpu, gpu::Options::default(), &crate::args::profiles())?;
+    let target = gpu.device().target();
+    let names: Vec<&str> = names.into_iter().filter(|name| takes(name, target)).collect();
     if args.adder {
         say(&format!("{} and the simulator, seed {}", gpu.name(), args.seed))?;
         return adders(gpu.device().as_ref(), args.seed);
@@ -218,7 +219,7 @@ pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
         let (mut elements, mut unequal, mut worst) = (0, 0, (0, String::new()));
         for _ in 0..args.cases {
             let sizes = random_sizes(&mut rng);
-            let sim = Sim::new(Options { seed: args.seed, ..Options::default() });
+            let sim = Sim::on(target, Options { seed: args.seed, ..Options::default() });
             let seed = rng.bits();
             let one = compare(name, &sizes, seed, &sim, gpu.device().as_ref()).map_err(failure)?;
             elements += one.elements;

@@ -160,13 +160,18 @@ impl ParallaxGradients {
 
 /// The exact results of forward and backward, row-major.
 #[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs)]
 pub struct ParallaxAnswer {
+    /// The result.
     pub o: Vec<f64>,
+    /// The log of each row's softmax denominator.
     pub lse: Vec<f64>,
+    /// The gradient of q.
     pub d_q: Vec<f64>,
+    /// The gradient of the probes r.
     pub d_r: Vec<f64>,
+    /// The gradient of k.
     pub d_k: Vec<f64>,
+    /// The gradient of v.
     pub d_v: Vec<f64>,
 }
 

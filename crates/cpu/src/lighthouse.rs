@@ -23,10 +23,12 @@ pub struct LighthouseForward {
 
 /// Gradients of the tensors, in their type.
 #[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs)]
 pub struct LighthouseGradients {
+    /// The gradient of q.
     pub d_q: Tensor,
+    /// The gradient of k.
     pub d_k: Tensor,
+    /// The gradient of v.
     pub d_v: Tensor,
 }
 

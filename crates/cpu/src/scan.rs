@@ -84,7 +84,7 @@ impl Lines {
 }
 
 /// Keys packed for a scanner.
-pub struct Keys {
+pub struct PackedKeys {
     n: usize,
     d: usize,
     /// Elements per packed block.
@@ -95,7 +95,7 @@ pub struct Keys {
     largest: f64,
 }
 
-impl Keys {
+impl PackedKeys {
     /// Number of keys.
     pub fn len(&self) -> usize {
         self.n
@@ -283,7 +283,7 @@ impl Scanner {
     /// leaves nothing) and the products of small parts that are skipped (2^-16 with two parts, 2^-24 with three), and
     /// rounds each of its sums once. The frame and the bias round once per operand. Products below the smallest normal
     /// number may be lost.
-    pub fn margin(&self, d: usize, keys: &Keys, norm: f64) -> f64 {
+    pub fn margin(&self, d: usize, keys: &PackedKeys, norm: f64) -> f64 {
         let (lost, sums) = match self.unit {
             None => (0.0, d + 2),
             Some((_, 1)) => (2.1 * 2f64.powi(-8), d + 8),
@@ -295,7 +295,7 @@ impl Scanner {
     }
 
     /// Packs keys: `rows` one after the other, with `d` elements each.
-    pub fn keys(&self, rows: &[f32], d: usize, frame: &Frame, worth: Worth) -> Keys {
+    pub fn keys(&self, rows: &[f32], d: usize, frame: &Frame, worth: Worth) -> PackedKeys {
         let n = rows.len() / d.max(1);
         let depth = d.div_ceil(DEPTH);
         let room = match self.unit {
@@ -303,7 +303,7 @@ impl Scanner {
             Some((_, parts)) => Panels::room(BLOCK / GROUP, depth, parts),
         };
         let blocks = n.div_ceil(BLOCK);
-        let mut keys = Keys { n, d, room, data: Lines::new(blocks * room), bias: vec![0.0; n], largest: 0.0 };
+        let mut keys = PackedKeys { n, d, room, data: Lines::new(blocks * room), bias: vec![0.0; n], largest: 0.0 };
         let mut largest = vec![0.0f64; blocks];
         let parts = keys.data.get_mut().chunks_mut(room.max(1)).zip(keys.bias.chunks_mut(BLOCK)).zip(&mut largest);
         pool::each(self.threads, parts, |block, ((to, bias), largest)| {
@@ -342,7 +342,7 @@ impl Scanner {
     }
 
     /// Folds the scores of up to [`group`](Self::group) queries with the given keys, which start at a whole block.
-    pub fn walk(&self, queries: &Queries<'_>, keys: &Keys, range: Range<usize>, fold: &mut dyn Fold) {
+    pub fn walk(&self, queries: &Queries<'_>, keys: &PackedKeys, range: Range<usize>, fold: &mut dyn Fold) {
         let (tile, d, count) = (self.kernels.tile, keys.d, queries.range.1);
         assert!(count <= self.group() && queries.d == d, "queries of a group");
         assert!(range.start.is_multiple_of(BLOCK) && range.end <= keys.n, "keys of a walk");

@@ -3,7 +3,7 @@
 use fulgurite_core::format::Bits;
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Tensor};
-use fulgurite_cpu::cache::{CacheError, CacheSpec, KvCache, Parts, Storage, choose_bits};
+use fulgurite_cpu::cache::{CacheError, CacheParts, CacheSpec, KvCache, Storage, choose_bits};
 use fulgurite_cpu::{Isa, Options};
 
 fn spec(heads: usize, dim: usize, storage: Storage) -> CacheSpec {
@@ -165,7 +165,7 @@ fn a_cache_comes_back_from_its_parts_and_damage_is_told() {
             assert!(found.contains(told) || name == "heads", "{name}: {found}");
         }
     }
-    assert!(KvCache::from_parts(&Parts::default()).is_err());
+    assert!(KvCache::from_parts(&CacheParts::default()).is_err());
 }
 
 #[test]

@@ -67,7 +67,8 @@ pub fn explain(
     let longest = problem.head_dim().max(problem.value_dim());
     let keys_seen = ForwardPlan::keys_seen(&problem);
     let by_keys = |from: &str| format!("head_dim {longest}, {k_len} keys: {from}");
-    let (tile, tile_config, why) = match (plan.decode_config(), plan.config(), plan.sync_config()) {
+    let chosen = (plan.decode_config(), plan.config(), plan.sync_config(), plan.tensor_config());
+    let (tile, tile_config, why) = match chosen {
         (Some(config), ..) => (
             [ROWS, config.cols],
             format!("cols={} depth={} whole={}", config.cols, config.depth, config.whole),
@@ -76,17 +77,23 @@ pub fn explain(
                  the split depends on their number alone"
             ),
         ),
-        (None, Some(config), _) => (
+        (None, Some(config), ..) => (
             [plan.tile_rows(), config.cols],
             format!("{config} rescale={}", config.rescale),
             by_keys(origin(config, &tables.forward, longest, keys_seen)),
         ),
-        (None, None, Some(config)) => (
+        (None, None, Some(config), _) => (
             [plan.tile_rows(), config.cols],
             format!("{config} rescale={}", config.rescale),
             by_keys(origin(config, &tables.sync, longest, keys_seen)),
         ),
-        (None, None, None) => unreachable!("bug in fulgurite: a forward plan without a tile configuration"),
+        (None, None, None, Some(config)) => (
+            [plan.tile_rows(), config.cols],
+            format!("{config} rescale={}", config.rescale),
+            // Profiles have no table for this unit.
+            by_keys(origin(config, &ConfigTable::default(), longest, keys_seen)),
+        ),
+        (None, None, None, None) => unreachable!("bug in fulgurite: a forward plan without a tile configuration"),
     };
     let why = match plan.least_copies() {
         Some(copies) => format!(

@@ -22,8 +22,9 @@ pub use fulgurite_kernels::attention::forward::plan::{
     ConfigError, ConfigRow, ConfigTable, ForwardConfig, SyncConfig, TileConfig,
 };
 pub use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
+pub use fulgurite_kernels::gemm::product::{Product, ProductOptions};
 pub use fulgurite_kernels::gemm::{GemmConfig, Layouts};
-pub use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Operator, Product, Tables};
+pub use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Operator, Tables};
 pub use fulgurite_kernels::parts::results::ResultType;
 pub use fulgurite_ptx::device::{DeviceError, Stream};
 // Kernels as values.

@@ -18,24 +18,22 @@ pub use fulgurite_sim::{
     Track,
 };
 
-use crate::device::TensorsOf;
+use crate::device::{CheckedCall, Session, TensorsOf};
+use crate::{Error, Unsupported};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Layout, Problem};
 use fulgurite_kernels::attention::backward::plan::Tensors as BackwardTensors;
 use fulgurite_kernels::attention::decode;
 use fulgurite_kernels::attention::forward::plan::{DeviceAux, DeviceBlockLists, DeviceTensor, NoKernel, Tensors};
-use fulgurite_kernels::gemm::mma_sync::SyncGemm;
 use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
-use fulgurite_kernels::gemm::{self, GemmConfig, Layouts};
-use fulgurite_kernels::operator::{
-    Backward, BackwardOptions, Executable as _, Forward, ForwardOptions, Memory, Operator, Plan, Product, Refusal,
-    Tables,
-};
+use fulgurite_kernels::gemm::product::{Product, ProductOptions};
+use fulgurite_kernels::gemm::{GemmConfig, Layouts};
+use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Operator, Tables};
 use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, Example};
-use fulgurite_kernels::tensor_operator::{Call, Operand, TensorOperator, TensorProblem, WholeTensors};
+use fulgurite_kernels::tensor_operator::{Call, DeviceOperand, TensorOperator, TensorProblem, WholeTensors};
 use fulgurite_kernels::tensor_type::TensorType;
-use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Span as GlobalSpan, Stream};
-use fulgurite_ptx::{BuildError, Major, TensorUnit, bf16, f16};
+use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Module, Span as GlobalSpan, Stream};
+use fulgurite_ptx::{Arch, BuildError, Major, Target, TensorUnit, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -112,18 +110,19 @@ pub enum SimError {
     Device(#[from] DeviceError),
 }
 
-impl From<Refusal> for SimError {
-    fn from(refusal: Refusal) -> SimError {
-        match refusal {
-            Refusal::NoKernel(e) => e.into(),
-            Refusal::Gemm(e) => e.into(),
+impl From<Error> for SimError {
+    fn from(error: Error) -> SimError {
+        match error {
+            Error::Unsupported(Unsupported { feature, .. }) => NoKernel { feature }.into(),
+            Error::Gemm(e) => e.into(),
+            Error::Device(e) => e.into(),
             other => SimError::Problem(other.to_string()),
         }
     }
 }
 
-/// The kernels of an operator's plan.
-type KernelsOf<O> = <<O as Operator>::Plan as Plan>::Kernels;
+/// The launches of a call, each with its compiled kernel.
+type Launches = Vec<(Module, Launch)>;
 
 /// Result of a simulation.
 #[derive(Debug, Clone)]
@@ -137,21 +136,26 @@ pub struct Simulated {
 }
 
 /// A launch, with the memory that must outlive it.
-struct Prepared {
+struct Prepared<'a> {
     /// Launches that produce inputs of the kernel.
-    before: Vec<Launch>,
-    launch: Launch,
+    before: Launches,
+    launch: (Module, Launch),
     problem: String,
     memory: Vec<Buffer>,
     /// Indices of the buffers that hold results, and their element types.
     results: Vec<(usize, Number)>,
+    /// Owns the workspace.
+    session: Session<&'a dyn Device>,
 }
 
-impl Prepared {
-    fn lead_in(&self, device: &dyn Device) -> Result<(), DeviceError> {
-        self.before.iter().try_for_each(|launch| {
-            device.launch(&device.load(launch.kernel.clone())?, launch.grid, &launch.args, Stream::default())
-        })
+impl Prepared<'_> {
+    /// Runs the launches that produce inputs of the kernel.
+    fn lead_in(&self) -> Result<(), DeviceError> {
+        self.before.iter().try_for_each(|launch| self.run(launch))
+    }
+
+    fn run(&self, (module, launch): &(Module, Launch)) -> Result<(), DeviceError> {
+        self.session.device().launch(module, launch.grid, &launch.args, Stream::default())
     }
 }
 
@@ -186,11 +190,13 @@ pub fn compare(
     one: &dyn Device,
     other: &dyn Device,
 ) -> Result<Difference, SimError> {
-    let run = |device: &dyn Device| -> Result<(Prepared, Vec<Vec<u8>>), SimError> {
+    fn run<'a>(
+        device: &'a dyn Device,
+        (name, sizes, seed): (&str, &Sizes, u64),
+    ) -> Result<(Prepared<'a>, Vec<Vec<u8>>), SimError> {
         let prepared = prepare(device, name, sizes, seed)?;
-        prepared.lead_in(device)?;
-        let module = device.load(prepared.launch.kernel.clone())?;
-        device.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default())?;
+        prepared.lead_in()?;
+        prepared.run(&prepared.launch)?;
         device.synchronize(Stream::default())?;
         let mut results = Vec::new();
         for &(i, _) in &prepared.results {
@@ -200,8 +206,9 @@ pub fn compare(
             results.push(bytes);
         }
         Ok((prepared, results))
-    };
-    let ((prepared, a), (_, b)) = (run(one)?, run(other)?);
+    }
+    let what = (name, sizes, seed);
+    let ((prepared, a), (_, b)) = (run(one, what)?, run(other, what)?);
     let mut difference = Difference { problem: prepared.problem, elements: 0, unequal: 0, steps: 0 };
     for ((&(_, number), a), b) in prepared.results.iter().zip(&a).zip(&b) {
         let size = number.bytes() as usize;
@@ -238,24 +245,38 @@ fn steps_between(number: Number, a: &[u8], b: &[u8]) -> u64 {
 /// Runs a kernel of [`kernels`](crate::gpu::kernels) on random inputs. The report contains the kernel's errors; an
 /// `Err` means that nothing ran.
 pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulated, SimError> {
-    let sim = Sim::new(options.clone());
+    let sim = Sim::on(target_of(name), options.clone());
     let prepared = prepare(&sim, name, sizes, options.seed)?;
-    prepared.lead_in(&sim)?;
-    let module = sim.load(prepared.launch.kernel.clone())?;
-    match sim.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default()) {
+    prepared.lead_in()?;
+    match prepared.run(&prepared.launch) {
         // The report already contains the kernel's own errors.
         Err(e) if sim.findings().is_empty() => Err(e.into()),
         _ => Ok(Simulated { problem: prepared.problem, report: sim.report(), architecture: sim.architecture() }),
     }
 }
 
-/// Whether a kernel can run on random tensors alone.
-pub fn takes(name: &str) -> bool {
-    registry::all().iter().any(|entry| entry.name == name && entry.example.is_some())
+/// The GPU on which a kernel is simulated: an H200, unless its instructions need another one.
+fn target_of(name: &str) -> Target {
+    match unit_of(name) {
+        Some(TensorUnit::Tcgen05) => Target::new(Arch::SM_100A),
+        Some(TensorUnit::Wgmma | TensorUnit::MmaSync) | None => Target::HOPPER,
+    }
+}
+
+/// The tensor unit that a kernel needs; `None` if it needs none, or has no example.
+fn unit_of(name: &str) -> Option<TensorUnit> {
+    let entry = registry::all().iter().find(|entry| entry.name == name)?;
+    entry.example.as_ref()?.unit()
+}
+
+/// Whether a kernel can run on random tensors alone, on a GPU of this target.
+pub fn takes(name: &str, target: Target) -> bool {
+    let has_example = registry::all().iter().any(|entry| entry.name == name && entry.example.is_some());
+    has_example && unit_of(name).is_none_or(|unit| unit == TensorUnit::MmaSync || unit == target.arch.tensor)
 }
 
 /// The launch of a kernel on a device, with random inputs in its memory.
-fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<Prepared, SimError> {
+fn prepare<'a>(device: &'a dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<Prepared<'a>, SimError> {
     let entry = registry::all().iter().find(|e| e.name == name).ok_or_else(|| SimError::Name(name.into()))?;
     let example = entry.example.ok_or_else(|| SimError::Inputs(name.into()))?;
     for (size, got) in [
@@ -279,20 +300,31 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
         let allowed = format!("divisors of the {} heads of queries", sizes.heads);
         return Err(SimError::Size { size: "kv-heads", got: sizes.kv_heads, allowed });
     }
-    let mut maker = Maker { device, sizes: *sizes, rng: Rng::new(seed) };
-    match example {
-        Example::Tensors(operator) => maker.tensors(operator),
-        Example::Product { number, layouts } => maker.gemm(number, layouts, TensorUnit::Wgmma),
-        Example::SyncProduct { number, layouts } => maker.gemm(number, layouts, TensorUnit::MmaSync),
-        Example::TensorProduct { number, layouts } => maker.gemm(number, layouts, TensorUnit::Tcgen05),
-        Example::Attention { problem, part: AttentionPart::Backward { launch } } => {
-            maker.backward(problem, launch, None)
-        }
-        Example::Attention { problem, part: AttentionPart::BackwardSync { launch } } => {
-            maker.backward(problem, launch, Some(TensorUnit::MmaSync))
-        }
-        Example::Attention { problem, part } => maker.forward(problem, part),
+    let session = Session::new(Arc::new(device), Tables::default());
+    if sizes.blocks > 0 {
+        session.set_sm_margin(device.multiprocessors().saturating_sub(sizes.blocks));
     }
+    let mut maker = Maker { session, sizes: *sizes, rng: Rng::new(seed) };
+    let found = match example {
+        Example::Tensors(operator) => maker.tensors(operator),
+        Example::Product { number, layouts, unit } => maker.gemm(number, layouts, unit),
+        Example::Attention {
+            problem,
+            part: AttentionPart::Backward { launch } | AttentionPart::BackwardSync { launch },
+        } => maker.backward(problem, launch, example.unit()),
+        Example::Attention { problem, part } => maker.forward(problem, part, example.unit()),
+    }?;
+    let Found { before, launch, problem, memory, results } = found;
+    Ok(Prepared { before, launch, problem, memory, results, session: maker.session })
+}
+
+/// A kernel's launch, before the session joins it.
+struct Found {
+    before: Launches,
+    launch: (Module, Launch),
+    problem: String,
+    memory: Vec<Buffer>,
+    results: Vec<(usize, Number)>,
 }
 
 /// The tensors that a feature reads beside q, k, v and o.
@@ -305,7 +337,7 @@ struct FeatureTensors {
 }
 
 struct Maker<'a> {
-    device: &'a dyn Device,
+    session: Session<&'a dyn Device>,
     sizes: Sizes,
     rng: Rng,
 }
@@ -319,41 +351,34 @@ impl Maker<'_> {
             _ => (x as f32).to_le_bytes().to_vec(),
         };
         let bytes: Vec<u8> = self.rng.normals(count as usize, 1.0).into_iter().flat_map(element).collect();
-        let buffer = self.device.allocate(bytes.len() as u64)?;
-        self.device.upload(buffer.span(), &bytes)?;
+        self.uploaded(&bytes)
+    }
+
+    /// Memory with these bytes.
+    fn uploaded(&self, bytes: &[u8]) -> Result<Buffer, DeviceError> {
+        let buffer = self.session.device().allocate(bytes.len().max(4) as u64)?;
+        self.session.device().upload(buffer.span().first(bytes.len() as u64), bytes)?;
         Ok(buffer)
     }
 
-    fn blocks(&self) -> u32 {
-        match self.sizes.blocks {
-            0 => self.device.multiprocessors(),
-            n => n.min(self.device.multiprocessors()),
-        }
-    }
-
-    /// The kernels and launches of a call. The memory that the launches need is added to `memory`.
+    /// A call, and its launches.
     fn launches<O: Operator>(
         &self,
         (problem, options): (&O::Problem, &O::Options),
-        tensors: &TensorsOf<O>,
-        memory: &mut Vec<Buffer>,
-    ) -> Result<(KernelsOf<O>, Vec<Launch>), SimError> {
-        let (device, target) = (self.device, self.device.target());
-        let plan = O::plan(problem, options, target, &Tables::default())?;
-        let kernels = plan.build(target)?;
-        let executable = plan.with_kernels(kernels.clone());
-        let needs = executable.needs(tensors);
-        if needs.copies.is_some() {
+        tensors: TensorsOf<O>,
+    ) -> Result<(CheckedCall<O>, Launches), SimError>
+    where
+        O::Plan: Clone,
+    {
+        let call = CheckedCall::new(self.session.prepare::<O>(problem, options)?, tensors);
+        if call.copies() {
             return Err(SimError::Problem("the tensors of these sizes have to be copied first".into()));
         }
-        let (counters, scratch) =
-            (device.zeroed(needs.counter_bytes.max(16))?, device.allocate(needs.scratch_bytes.max(16))?);
-        let of_call = Memory { counters: counters.span(), scratch: Some(scratch.span()), copies: None };
-        memory.extend([counters, scratch]);
-        Ok((kernels, executable.launches(tensors, &of_call, self.blocks())?))
+        let launches = self.session.planned(&call)?;
+        Ok((call, launches))
     }
 
-    fn tensors(&mut self, operator: &'static TensorOperator) -> Result<Prepared, SimError> {
+    fn tensors(&mut self, operator: &'static TensorOperator) -> Result<Found, SimError> {
         let inputs = (operator.example)(self.sizes.m as usize, self.sizes.n as usize);
         let output = operator.output(&inputs).map_err(|e| SimError::Problem(e.to_string()))?;
         let problem = TensorProblem { operator, inputs };
@@ -367,25 +392,27 @@ impl Maker<'_> {
             memory.push(self.random(number(input), input.shape.iter().product::<usize>() as u64)?);
         }
         let bytes = output.dtype.size_bytes() * output.shape.iter().product::<usize>();
-        memory.push(self.device.allocate(bytes as u64)?);
-        let operand =
-            |(buffer, tensor): (&Buffer, &TensorType)| Operand { span: buffer.span(), shape: tensor.shape.clone() };
+        memory.push(self.session.device().allocate(bytes as u64)?);
+        let operand = |(buffer, tensor): (&Buffer, &TensorType)| DeviceOperand {
+            span: buffer.span(),
+            shape: tensor.shape.clone(),
+        };
         let inputs = memory.iter().zip(&problem.inputs).map(operand).collect();
         let call = Call { inputs, output: operand((&memory[problem.inputs.len()], &output)) };
         let named = operator.inputs.iter().zip(&problem.inputs).map(|(name, input)| format!("{name} {input}"));
         let words = named.collect::<Vec<_>>().join(", ");
         let results = vec![(problem.inputs.len(), number(&output))];
-        let (_, mut launches) = self.launches::<WholeTensors>((&problem, &()), &call, &mut memory)?;
+        let (_, mut launches) = self.launches::<WholeTensors>((&problem, &()), call)?;
         let launch = launches.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
-        Ok(Prepared { before: launches, launch, problem: words, memory, results })
+        Ok(Found { before: launches, launch, problem: words, memory, results })
     }
 
-    fn gemm(&mut self, number: Number, layouts: Layouts, unit: TensorUnit) -> Result<Prepared, SimError> {
+    fn gemm(&mut self, number: Number, layouts: Layouts, unit: TensorUnit) -> Result<Found, SimError> {
         let Sizes { m, n, k, batch, padding, cluster, .. } = self.sizes;
-        if unit == TensorUnit::Tcgen05 && cluster > 1 {
-            return Err(SimError::Size { size: "cluster", got: cluster, allowed: "1 by tcgen05".into() });
+        if unit != TensorUnit::Wgmma && cluster > 1 {
+            return Err(SimError::Size { size: "cluster", got: cluster, allowed: format!("1 by {unit}") });
         }
-        let plan = Gemm { number, layouts, config: GemmConfig { cluster, ..GemmConfig::default() } };
+        let gemm = Gemm { number, layouts, config: GemmConfig { cluster, ..GemmConfig::default() } };
         let stride = |cols: u32| u64::from(cols.next_multiple_of(8) + 8 * padding);
         let mut memory = Vec::new();
         let stored = |major, outer, inner| match major {
@@ -403,32 +430,14 @@ impl Maker<'_> {
             Matrix { span: memory[i].span(), rows, cols, row_stride, batch: batch.into(), batch_stride }
         };
         let matrices = [matrix(0), matrix(1), matrix(2)];
-        let target = self.device.target();
-        let launch = match unit {
-            TensorUnit::MmaSync => {
-                let kernel = match number {
-                    Number::F16 => gemm::mma_sync::kernel::<f16>(target, layouts)?,
-                    _ => gemm::mma_sync::kernel::<bf16>(target, layouts)?,
-                };
-                SyncGemm { number, layouts }.launch(Arc::new(kernel), matrices)?
-            }
-            TensorUnit::Tcgen05 => {
-                let kernel = match number {
-                    Number::F16 => gemm::tcgen05::kernel::<f16>(target, layouts, plan.config)?,
-                    _ => gemm::tcgen05::kernel::<bf16>(target, layouts, plan.config)?,
-                };
-                plan.launch(Arc::new(kernel), matrices, self.blocks())?
-            }
-            TensorUnit::Wgmma => {
-                let (_, mut launches) = self.launches::<Product>((&plan, &()), &matrices, &mut memory)?;
-                launches.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?
-            }
-        };
+        let call = (&gemm, &ProductOptions { unit: Some(unit) });
+        let (_, mut launches) = self.launches::<Product>(call, matrices)?;
+        let launch = launches.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
         let mut problem = format!("{batch} x {m} x {n} x {k}");
         if (padding, cluster) != (0, 1) {
             problem += &format!(" (padding {padding}, clusters of {cluster})");
         }
-        Ok(Prepared { before: Vec::new(), launch, problem, memory, results: vec![(2, number)] })
+        Ok(Found { before: Vec::new(), launch, problem, memory, results: vec![(2, number)] })
     }
 
     /// The problem of an attention kernel with the requested sizes, and the sizes as text.
@@ -453,10 +462,7 @@ impl Maker<'_> {
 
     /// Numbers of 32 bits in the device's memory.
     fn words(&self, words: &[i32]) -> Result<Buffer, DeviceError> {
-        let buffer = self.device.allocate(4 * words.len().max(1) as u64)?;
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        self.device.upload(buffer.span(), &bytes)?;
-        Ok(buffer)
+        self.uploaded(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>())
     }
 
     /// The tensors beside q, k, v and o that a problem reads. Their memory is added to `memory`.
@@ -505,12 +511,7 @@ impl Maker<'_> {
 
     /// One of the kernels of the gradients, after those before it have run. o and the LSE are random too: the values of
     /// the gradients do not matter here, as long as they are finite.
-    fn backward(
-        &mut self,
-        example: AttentionExample,
-        at: usize,
-        unit: Option<TensorUnit>,
-    ) -> Result<Prepared, SimError> {
+    fn backward(&mut self, example: AttentionExample, at: usize, unit: Option<TensorUnit>) -> Result<Found, SimError> {
         let Sizes { batch, q_len, k_len, heads, .. } = self.sizes;
         let number = example.number;
         let (problem, words) = self.problem(&example)?;
@@ -522,8 +523,7 @@ impl Maker<'_> {
             memory.push(self.random(number, shape.iter().product())?);
         }
         let lse = vec![f32::to_le_bytes(6.0 + (k_len as f32).ln()); (batch * heads * q_len) as usize].concat();
-        let lse_buffer = self.device.allocate(lse.len() as u64)?;
-        self.device.upload(lse_buffer.span(), &lse)?;
+        let lse_buffer = self.uploaded(&lse)?;
         let [q, k, v, o, d_o, d_q, d_k, d_v] =
             std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
         let mut tensors = BackwardTensors::new([q, k, v, o], lse_buffer.span(), d_o, [d_q, d_k, d_v]);
@@ -531,19 +531,25 @@ impl Maker<'_> {
         let FeatureTensors { cu_seqlens, aux, lists, .. } = self.features(&problem, &mut others)?;
         (tensors.cu_seqlens, tensors.aux, tensors.lists) = (cu_seqlens, aux, lists);
         let call = (&problem, &BackwardOptions { unit, ..BackwardOptions::default() });
-        let (kernels, mut before) = self.launches::<Backward>(call, &tensors, &mut others)?;
+        let (call, mut before) = self.launches::<Backward>(call, tensors)?;
         // Only the main kernel's d_k and d_v are compared: the sum of d_q has no defined order, and the workspace is
         // not a result.
-        let is_main = before.get(at).is_some_and(|launch| Arc::ptr_eq(&launch.kernel, &kernels.main));
+        let main = &call.prepared().executable().kernels().main;
+        let is_main = before.get(at).is_some_and(|(_, launch)| Arc::ptr_eq(&launch.kernel, main));
         let results = if is_main { vec![(6, number), (7, number)] } else { Vec::new() };
         before.truncate(at + 1);
         let launch = before.pop().ok_or_else(|| SimError::Problem(format!("launch {at} has nothing to do")))?;
         memory.extend(others);
-        Ok(Prepared { before, launch, problem: words, memory, results })
+        Ok(Found { before, launch, problem: words, memory, results })
     }
 
     /// The plan that a call of the library would use for these sizes, because the tile configuration depends on them.
-    fn forward(&mut self, example: AttentionExample, part: AttentionPart) -> Result<Prepared, SimError> {
+    fn forward(
+        &mut self,
+        example: AttentionExample,
+        part: AttentionPart,
+        unit: Option<TensorUnit>,
+    ) -> Result<Found, SimError> {
         let Sizes { batch, q_len, heads, kv_heads, .. } = self.sizes;
         let number = example.number;
         let group = heads / kv_heads;
@@ -558,23 +564,16 @@ impl Maker<'_> {
             memory.push(self.random(number, shape.iter().product())?);
         }
         let tensors = std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
-        let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
+        let lse = self.session.device().allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
         let lse_span = lse.span();
         memory.push(lse);
         let FeatureTensors { sinks, cu_seqlens, aux, lists } = self.features(&problem, &mut memory)?;
         let none = GlobalSpan::new(0, 0);
         let tensors = Tensors { sinks, cu_seqlens, aux, lists, ..Tensors::new(tensors, lse_span, none) };
-        let options = ForwardOptions {
-            sinks: problem.has_sinks().then_some(DType::F32),
-            unit: match part {
-                AttentionPart::ForwardSync => Some(TensorUnit::MmaSync),
-                AttentionPart::ForwardTensor => Some(TensorUnit::Tcgen05),
-                _ => None,
-            },
-            ..ForwardOptions::default()
-        };
-        let (_, mut before) = self.launches::<Forward>((&problem, &options), &tensors, &mut memory)?;
+        let options =
+            ForwardOptions { sinks: problem.has_sinks().then_some(DType::F32), unit, ..ForwardOptions::default() };
+        let (_, mut before) = self.launches::<Forward>((&problem, &options), tensors)?;
         let launch = before.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
-        Ok(Prepared { before, launch, problem: words, memory, results: vec![(3, number), (4, Number::F32)] })
+        Ok(Found { before, launch, problem: words, memory, results: vec![(3, number), (4, Number::F32)] })
     }
 }

@@ -79,7 +79,7 @@ fn any_problem_is_planned_or_refused() {
             let mask = pick(&mut rng, &[Mask::causal(), Mask::window(3, 0)]);
             builder = Problem::builder().heads(2, 1).head_dim(dim).dtype(DType::Bf16).mask(mask);
         }
-        let target = Target::new(pick(&mut rng, &[Arch::SM_90A, Arch::SM_90A, Arch::SM_86, Arch::SM_100A]));
+        let target = Target::new(pick(&mut rng, &Arch::ALL));
         let found = [gpu::explain, gpu::explain_backward].map(|explain| explain(&builder, sizes, target, &tables));
         for found in found {
             match found {
@@ -101,6 +101,28 @@ fn any_problem_is_planned_or_refused() {
     let wide = Problem::builder().heads(1 << 20, 1).head_dim(64).dtype(DType::Bf16);
     assert!(gpu::explain(&wide, [1, 300, 300], Target::HOPPER, &tables).unwrap().bound_seconds.is_finite());
     assert!(planned >= 4 && refused >= 40, "{planned} planned, {refused} refused");
+}
+
+/// Every tensor unit is explained on every architecture, with the kernels that the architecture has.
+#[test]
+fn every_architecture_is_explained() {
+    let tables = Default::default();
+    for arch in Arch::ALL {
+        // One architecture of each tensor unit is asked for more.
+        let more = [Arch::SM_86, Arch::SM_90A, Arch::SM_100A].contains(&arch);
+        let plain = Problem::builder().heads(1, 1).head_dim(64).dtype(DType::Bf16);
+        let softcap =
+            Problem::builder().heads(2, 1).head_dim(128).dtype(DType::Bf16).mask(Mask::causal()).softcap(30.0);
+        for builder in [plain, softcap].iter().take(if more { 2 } else { 1 }) {
+            for explain in [gpu::explain, gpu::explain_backward].iter().take(if more { 2 } else { 1 }) {
+                let found = explain(builder, [1, 600, 600], Target::new(arch), &tables);
+                let explained = found.unwrap_or_else(|e| panic!("{}: {e}", arch.name()));
+                assert!(explained.bound_seconds.is_finite() && explained.bound_seconds > 0.0, "{}", arch.name());
+                assert_eq!(explained.kernel.target.arch, arch);
+                assert!(!explained.tile_config.is_empty() && !explained.units.is_empty(), "{}", arch.name());
+            }
+        }
+    }
 }
 
 /// A configuration whose numbers are replaced by any others, or why its text is none.

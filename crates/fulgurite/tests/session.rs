@@ -1,8 +1,8 @@
 //! Sessions without a GPU: on the simulator, which computes, and on the driver of the tests, which keeps books.
 
 use fulgurite::gpu::{
-    Backward, BackwardOptions, Cuda, DeviceError, DeviceSpan, Forward, ForwardOptions, Gemm, GemmConfig, Layouts,
-    Major, Matrix, Number, Options, Session, Stream, Tables,
+    Arch, Backward, BackwardOptions, Cuda, DeviceError, DeviceSpan, Forward, ForwardOptions, Gemm, GemmConfig, Layouts,
+    Major, Matrix, Number, Options, Product, ProductOptions, Session, Stream, Tables, Target, TensorUnit,
 };
 use fulgurite::{
     BlockLists, DType, Error, GradientOutputs, Inputs, Mask, Problem, ProblemBuilder, Saved, Tensor, TensorView,
@@ -381,6 +381,48 @@ fn backward_and_products_run() {
     assert_eq!(books(|books| books.seen.len()), launches + 1);
     let wrong = session.product(&Gemm { number: Number::F32, ..gemm }, matrices, Stream::default()).unwrap_err();
     assert_eq!(wrong.to_string(), "elements are f32, allowed: f16, bf16; convert them");
+}
+
+/// A product takes the tensor unit of its GPU, or the one that the caller names.
+#[test]
+fn products_run_on_every_tensor_unit() {
+    let (m, n, k) = (130u64, 72u64, 80u64);
+    // Small integers: every sum is exact in bf16.
+    let a = |i: u64, j: u64| ((i + 2 * j) % 3) as f32 - 1.0;
+    let b = |i: u64, j: u64| ((2 * i + j) % 5) as f32 - 2.0;
+    let words = |rows: u64, f: &dyn Fn(u64, u64) -> f32| -> Vec<u8> {
+        let elements = (0..rows).flat_map(|i| (0..k).map(move |j| (i, j)));
+        elements.flat_map(|(i, j)| half::bf16::from_f32(f(i, j)).to_le_bytes()).collect()
+    };
+    let layouts = Layouts { a: Major::Inner, b: Major::Inner };
+    let gemm = Gemm { number: Number::Bf16, layouts, config: GemmConfig::default() };
+    for arch in [Arch::SM_86, Arch::SM_90A, Arch::SM_100A] {
+        let sim = Arc::new(Sim::on(Target::new(arch), fulgurite_sim::Options::default()));
+        let session = Session::new(sim.clone(), Tables::default());
+        let buffers = [(m, k), (n, k), (m, n)].map(|(rows, cols)| sim.zeroed(2 * rows * cols).unwrap());
+        sim.upload(buffers[0].span(), &words(m, &a)).unwrap();
+        sim.upload(buffers[1].span(), &words(n, &b)).unwrap();
+        let [rows, cols, out] = [(0, m, k), (1, n, k), (2, m, n)]
+            .map(|(at, rows, cols): (usize, u64, u64)| Matrix::packed(buffers[at].span(), rows, cols, 1));
+        session.product(&gemm, [rows, cols, out], Stream::default()).unwrap();
+        assert!(sim.findings().is_empty(), "{}: {:?}", arch.name(), sim.findings());
+        let mut bytes = vec![0; 2 * (m * n) as usize];
+        sim.download(buffers[2].span(), &mut bytes).unwrap();
+        for (at, got) in bytes.chunks_exact(2).enumerate() {
+            let (i, j) = (at as u64 / n, at as u64 % n);
+            let want: f32 = (0..k).map(|l| a(i, l) * b(j, l)).sum();
+            let got = half::bf16::from_le_bytes([got[0], got[1]]).to_f32();
+            assert_eq!(got, want, "{}: row {i}, column {j}", arch.name());
+        }
+        // A unit that the GPU does not have, and a configuration that the kernel does not have, are refused.
+        let other = if arch == Arch::SM_100A { TensorUnit::Wgmma } else { TensorUnit::Tcgen05 };
+        let asked = ProductOptions { unit: Some(other) };
+        let refused = session.prepare::<Product>(&gemm, &asked).err().unwrap().to_string();
+        assert!(refused.contains(&other.to_string()) && refused.contains(&arch.name()), "{refused}");
+        let pairs = Gemm { config: GemmConfig { cluster: 2, ..gemm.config }, ..gemm };
+        let is_refused = session.prepare::<Product>(&pairs, &ProductOptions::default()).is_err();
+        assert_eq!(is_refused, arch != Arch::SM_90A, "{}", arch.name());
+    }
 }
 
 /// A tile configuration without a kernel is an error of the call, not a panic.

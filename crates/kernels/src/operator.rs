@@ -17,11 +17,11 @@ use crate::attention::forward::plan::{
     BlockKernels, ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, ResultType, SyncConfig,
     Tensors as ForwardTensors,
 };
-use crate::gemm::plan::{Gemm, GemmError, KernelError, Matrix};
+use crate::gemm::plan::GemmError;
 use crate::tensor_type::TensorRefusal;
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Span};
-use fulgurite_ptx::{BuildError, Kernel, Number, Target, TensorUnit};
+use fulgurite_ptx::{BuildError, Kernel, Target, TensorUnit};
 use std::fmt::Debug;
 use std::sync::Arc;
 use thiserror::Error;
@@ -119,11 +119,10 @@ pub struct Memory {
     pub copies: Option<(Copying, Span)>,
 }
 
-/// The unit that multiplies matrices in attention and its gradients: the fastest one of the target for which there are kernels,
-/// unless the caller asks for another one.
-pub fn forward_unit(target: Target, asked: Option<TensorUnit>) -> Result<TensorUnit, NoKernel> {
+/// The tensor unit that runs an operator's products: the target's own, unless the caller asks for another one. Every
+/// target since Ampere also has `mma.sync`.
+pub fn choose_unit(target: Target, asked: Option<TensorUnit>) -> Result<TensorUnit, NoKernel> {
     let own = target.arch.tensor;
-    // Tensor cores of every GPU since Ampere multiply by `mma.sync`, too.
     match asked.unwrap_or(own) {
         TensorUnit::MmaSync => Ok(TensorUnit::MmaSync),
         unit if unit == own => Ok(unit),
@@ -174,7 +173,7 @@ impl Operator for Forward {
         tables: &Tables,
     ) -> Result<ForwardPlan, Refusal> {
         let ForwardOptions { sinks, rescale, config, sync_config, lse, unit, results } = *options;
-        let mut plan = match forward_unit(target, unit)? {
+        let mut plan = match choose_unit(target, unit)? {
             TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?,
             TensorUnit::Tcgen05 => {
                 let own = match results {
@@ -329,7 +328,7 @@ impl Operator for Backward {
     ) -> Result<BackwardPlan, Refusal> {
         let pass = (options.d_lse, options.order);
         let plan =
-            match forward_unit(target, options.unit)? {
+            match choose_unit(target, options.unit)? {
                 TensorUnit::Wgmma => BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?
                     .with_results(problem, &tables.backward, options.results)?,
                 TensorUnit::Tcgen05 if options.unit.is_some() => {
@@ -378,6 +377,13 @@ pub struct BackwardExecutable {
     kernels: BackwardKernels,
 }
 
+impl BackwardExecutable {
+    /// The kernels of the call.
+    pub fn kernels(&self) -> &BackwardKernels {
+        &self.kernels
+    }
+}
+
 impl Executable for BackwardExecutable {
     type Tensors = BackwardTensors;
 
@@ -403,66 +409,5 @@ impl Executable for BackwardExecutable {
             _ => self.plan.plan(&self.kernels, tensors, scratch, multiprocessors)?,
         };
         Ok(plan.launches)
-    }
-}
-
-/// The matrix product C = A B.
-#[derive(Debug, Clone, Copy)]
-pub struct Product;
-
-impl Operator for Product {
-    type Problem = Gemm;
-    type Options = ();
-    type Plan = Gemm;
-
-    fn plan(problem: &Gemm, _: &(), _: Target, _: &Tables) -> Result<Gemm, Refusal> {
-        match problem.number {
-            Number::F16 | Number::Bf16 => Ok(*problem),
-            got => Err(GemmError::Number { got }.into()),
-        }
-    }
-}
-
-impl Plan for Gemm {
-    type Kernels = Arc<Kernel>;
-    type Executable = ProductExecutable;
-
-    fn same_kernels(&self, other: &Self) -> bool {
-        self == other
-    }
-
-    fn build(&self, target: Target) -> Result<Arc<Kernel>, BuildError> {
-        match self.kernel(target) {
-            Ok(kernel) => Ok(Arc::new(kernel)),
-            Err(KernelError::Build(e)) => Err(e),
-            Err(KernelError::Gemm(e)) => panic!("bug in fulgurite: a plan of a product that has no kernel: {e}"),
-        }
-    }
-
-    fn list(kernel: &Arc<Kernel>) -> Vec<Arc<Kernel>> {
-        vec![kernel.clone()]
-    }
-
-    fn with_kernels(self, kernel: Arc<Kernel>) -> ProductExecutable {
-        ProductExecutable { gemm: self, kernel }
-    }
-}
-
-/// A product with its kernel.
-pub struct ProductExecutable {
-    gemm: Gemm,
-    kernel: Arc<Kernel>,
-}
-
-impl Executable for ProductExecutable {
-    /// The matrices A, B and C.
-    type Tensors = [Matrix; 3];
-
-    fn needs(&self, _: &[Matrix; 3]) -> Needs {
-        Needs::default()
-    }
-
-    fn launches(&self, matrices: &[Matrix; 3], _: &Memory, multiprocessors: u32) -> Result<Vec<Launch>, Refusal> {
-        Ok(vec![self.gemm.launch(self.kernel.clone(), *matrices, multiprocessors)?])
     }
 }

@@ -20,14 +20,14 @@ use crate::attention::backward::{BackwardConfig, Order};
 use crate::attention::decode::DecodeConfig;
 use crate::attention::forward::config::ForwardConfig;
 use crate::attention::{backward, decode, forward};
-use crate::gemm;
-use crate::gemm::{GemmConfig, Layouts};
+use crate::gemm::Layouts;
+use crate::gemm::product::ProductPlan;
 use crate::parts::repack;
 use crate::row_dot::ROW_DOT;
 use crate::softmax::ROW_SOFTMAX;
 use crate::tensor_operator::TensorOperator;
 use fulgurite_core::Mask;
-use fulgurite_ptx::{BuildError, Half, Kernel, Major, Number, Pair, Target, Word, bf16, f16};
+use fulgurite_ptx::{BuildError, Half, Kernel, Major, Number, Pair, Target, TensorUnit, Word, bf16, f16};
 use std::sync::OnceLock;
 
 /// A kernel that can be built by name.
@@ -56,8 +56,14 @@ const fn decode_example(number: Number, head_dim: u32, feature: Feature) -> Exam
     attention_example(number, head_dim, feature, AttentionPart::Decode)
 }
 
-const fn backward_example(number: Number, head_dim: u32, feature: Feature, launch: usize) -> Example {
-    attention_example(number, head_dim, feature, AttentionPart::Backward { launch })
+/// The main kernel is the second launch.
+const fn backward_example(number: Number, head_dim: u32, feature: Feature) -> Example {
+    attention_example(number, head_dim, feature, AttentionPart::Backward { launch: 1 })
+}
+
+/// A launch of the gradients of bf16, head_dim 128.
+const fn backward_launch_example(feature: Feature, launch: usize) -> Example {
+    attention_example(Number::Bf16, 128, feature, AttentionPart::Backward { launch })
 }
 
 /// Operators over whole tensors, which the command line and Python call by name.
@@ -83,7 +89,13 @@ macro_rules! entry {
 /// Every kernel, in the order in which they are listed.
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
-    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC, BACKWARD_SYNC, TCGEN05, TENSOR].concat())
+    JOINED.get_or_init(|| {
+        let products = [WGMMA_PRODUCTS, MMA_SYNC_PRODUCTS, TCGEN05_PRODUCTS].concat();
+        let forward = [FORWARD, FEATURES, FORWARD_SYNC, FORWARD_TENSOR].concat();
+        let decode = [DECODE, DECODE_FEATURES].concat();
+        let backward = [BACKWARD, BACKWARD_SYNC, AUXILIARY].concat();
+        [OPERATORS.to_vec(), products, forward, decode, backward].concat()
+    })
 }
 
 /// Operand layouts in the letters of BLAS, for row-major matrices: `t` means transposed.
@@ -92,12 +104,29 @@ const NT: Layouts = Layouts { a: Major::Inner, b: Major::Inner };
 const TN: Layouts = Layouts { a: Major::Outer, b: Major::Outer };
 const TT: Layouts = Layouts { a: Major::Outer, b: Major::Inner };
 
-fn product<T: Half>(target: Target, layouts: Layouts) -> Result<Kernel, BuildError>
-where
-    Pair<T>: Word,
-{
-    gemm::kernel::<T>(target, layouts, GemmConfig::default())
+/// Entries of products by one tensor unit, in every layout of some element types.
+macro_rules! products {
+    ($unit:ident $prefix:literal $by:literal: $($number:ident $element:literal),*) => {
+        &[$(
+            products!(@entry $unit $prefix $by $number $element NN "nn" "A [m][k], B [k][n]"),
+            products!(@entry $unit $prefix $by $number $element NT "nt" "A [m][k], B [n][k]"),
+            products!(@entry $unit $prefix $by $number $element TN "tn" "A [k][m], B [k][n]"),
+            products!(@entry $unit $prefix $by $number $element TT "tt" "A [k][m], B [n][k]"),
+        )*]
+    };
+    (@entry $unit:ident $prefix:literal $by:literal $number:ident $element:literal $layouts:ident $name:literal $shapes:literal) => {
+        Entry {
+            name: concat!($prefix, "-", $element, "-", $name),
+            summary: concat!("C = A B", $by, ", ", $element, "; ", $shapes),
+            build: |target| ProductPlan::usual_kernel(target, (Number::$number, $layouts), TensorUnit::$unit),
+            example: Some(Example::Product { number: Number::$number, layouts: $layouts, unit: TensorUnit::$unit }),
+        }
+    };
 }
+
+const WGMMA_PRODUCTS: &[Entry] = products!(Wgmma "gemm" "": Bf16 "bf16", F16 "f16");
+const MMA_SYNC_PRODUCTS: &[Entry] = products!(MmaSync "gemm-sync" " by mma.sync": Bf16 "bf16");
+const TCGEN05_PRODUCTS: &[Entry] = products!(Tcgen05 "gemm-tensor" " by tcgen05": Bf16 "bf16", F16 "f16");
 
 /// Forward attention, tuned for 8192 keys.
 fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
@@ -191,7 +220,7 @@ const DECODE_FEATURES: &[Entry] = planned! {
     256 Packed "packed" "packed sequences under a causal mask";
 };
 
-const MMA_SYNC: &[Entry] = planned! {
+const FORWARD_SYNC: &[Entry] = planned! {
     ForwardSync "attention-sync" "forward attention by mma.sync":
     64 Full "full" "no mask";
     64 Causal "causal" "causal mask";
@@ -272,7 +301,7 @@ const BACKWARD_SYNC: &[Entry] = gradients_by_warps! {
     128 Packed "packed" "packed sequences under a causal mask" 1;
 };
 
-const TENSOR: &[Entry] = planned! {
+const FORWARD_TENSOR: &[Entry] = planned! {
     ForwardTensor "attention-tensor" "forward attention by tcgen05":
     64 Full "full" "no mask";
     64 Causal "causal" "causal mask";
@@ -296,223 +325,67 @@ const TENSOR: &[Entry] = planned! {
     128 Blocks "blocks" "block mask over a causal one";
 };
 
-const TCGEN05: &[Entry] = &[
-    Entry {
-        name: "gemm-tensor-bf16-nn",
-        summary: "C = A B by tcgen05, bf16; A [m][k], B [k][n]",
-        build: |target| gemm::tcgen05::kernel::<bf16>(target, NN, GemmConfig::default()),
-        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: NN }),
-    },
-    Entry {
-        name: "gemm-tensor-bf16-nt",
-        summary: "C = A B by tcgen05, bf16; A [m][k], B [n][k]",
-        build: |target| gemm::tcgen05::kernel::<bf16>(target, NT, GemmConfig::default()),
-        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: NT }),
-    },
-    Entry {
-        name: "gemm-tensor-bf16-tn",
-        summary: "C = A B by tcgen05, bf16; A [k][m], B [k][n]",
-        build: |target| gemm::tcgen05::kernel::<bf16>(target, TN, GemmConfig::default()),
-        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: TN }),
-    },
-    Entry {
-        name: "gemm-tensor-bf16-tt",
-        summary: "C = A B by tcgen05, bf16; A [k][m], B [n][k]",
-        build: |target| gemm::tcgen05::kernel::<bf16>(target, TT, GemmConfig::default()),
-        example: Some(Example::TensorProduct { number: Number::Bf16, layouts: TT }),
-    },
-    Entry {
-        name: "gemm-tensor-f16-nn",
-        summary: "C = A B by tcgen05, f16; A [m][k], B [k][n]",
-        build: |target| gemm::tcgen05::kernel::<f16>(target, NN, GemmConfig::default()),
-        example: Some(Example::TensorProduct { number: Number::F16, layouts: NN }),
-    },
-    Entry {
-        name: "gemm-tensor-f16-nt",
-        summary: "C = A B by tcgen05, f16; A [m][k], B [n][k]",
-        build: |target| gemm::tcgen05::kernel::<f16>(target, NT, GemmConfig::default()),
-        example: Some(Example::TensorProduct { number: Number::F16, layouts: NT }),
-    },
-    Entry {
-        name: "gemm-tensor-f16-tn",
-        summary: "C = A B by tcgen05, f16; A [k][m], B [k][n]",
-        build: |target| gemm::tcgen05::kernel::<f16>(target, TN, GemmConfig::default()),
-        example: Some(Example::TensorProduct { number: Number::F16, layouts: TN }),
-    },
-    Entry {
-        name: "gemm-tensor-f16-tt",
-        summary: "C = A B by tcgen05, f16; A [k][m], B [n][k]",
-        build: |target| gemm::tcgen05::kernel::<f16>(target, TT, GemmConfig::default()),
-        example: Some(Example::TensorProduct { number: Number::F16, layouts: TT }),
-    },
-];
+/// Entries of attention in its usual tile configuration. `$build` builds the kernel, `$example` makes its problem.
+macro_rules! attention {
+    ($build:ident $example:ident $prefix:literal $title:literal: $($type:ident $number:ident $element:literal $dim:literal $feature:ident;)*) => {
+        &[$(Entry {
+            name: concat!($prefix, "-", $element, "-d", $dim, "-", attention!(@name $feature)),
+            summary: concat!($title, ", ", $element, ", head_dim ", $dim, ", ", attention!(@summary $feature)),
+            build: |target| $build::<$type>(target, $dim, attention!(@mask $feature)),
+            example: Some($example(Number::$number, $dim, Feature::$feature)),
+        },)*]
+    };
+    (@name Full) => { "full" };
+    (@name Causal) => { "causal" };
+    (@summary Full) => { "no mask" };
+    (@summary Causal) => { "causal mask" };
+    (@mask Full) => { Mask::none() };
+    (@mask Causal) => { Mask::causal() };
+}
 
-const ALL: &[Entry] = &[
-    entry!(VECTOR_ADD),
-    Entry {
-        name: "gemm-bf16-nn",
-        summary: "C = A B, bf16; A [m][k], B [k][n]",
-        build: |target| product::<bf16>(target, NN),
-        example: Some(Example::Product { number: Number::Bf16, layouts: NN }),
-    },
-    Entry {
-        name: "gemm-bf16-nt",
-        summary: "C = A B, bf16; A [m][k], B [n][k]",
-        build: |target| product::<bf16>(target, NT),
-        example: Some(Example::Product { number: Number::Bf16, layouts: NT }),
-    },
-    Entry {
-        name: "gemm-bf16-tn",
-        summary: "C = A B, bf16; A [k][m], B [k][n]",
-        build: |target| product::<bf16>(target, TN),
-        example: Some(Example::Product { number: Number::Bf16, layouts: TN }),
-    },
-    Entry {
-        name: "gemm-bf16-tt",
-        summary: "C = A B, bf16; A [k][m], B [n][k]",
-        build: |target| product::<bf16>(target, TT),
-        example: Some(Example::Product { number: Number::Bf16, layouts: TT }),
-    },
-    Entry {
-        name: "gemm-f16-nn",
-        summary: "C = A B, f16; A [m][k], B [k][n]",
-        build: |target| product::<f16>(target, NN),
-        example: Some(Example::Product { number: Number::F16, layouts: NN }),
-    },
-    Entry {
-        name: "gemm-f16-nt",
-        summary: "C = A B, f16; A [m][k], B [n][k]",
-        build: |target| product::<f16>(target, NT),
-        example: Some(Example::Product { number: Number::F16, layouts: NT }),
-    },
-    Entry {
-        name: "gemm-f16-tn",
-        summary: "C = A B, f16; A [k][m], B [k][n]",
-        build: |target| product::<f16>(target, TN),
-        example: Some(Example::Product { number: Number::F16, layouts: TN }),
-    },
-    Entry {
-        name: "gemm-f16-tt",
-        summary: "C = A B, f16; A [k][m], B [n][k]",
-        build: |target| product::<f16>(target, TT),
-        example: Some(Example::Product { number: Number::F16, layouts: TT }),
-    },
-    Entry {
-        name: "gemm-sync-bf16-nn",
-        summary: "C = A B by mma.sync, bf16; A [m][k], B [k][n]",
-        build: |target| gemm::mma_sync::kernel::<bf16>(target, NN),
-        example: Some(Example::SyncProduct { number: Number::Bf16, layouts: NN }),
-    },
-    Entry {
-        name: "gemm-sync-bf16-nt",
-        summary: "C = A B by mma.sync, bf16; A [m][k], B [n][k]",
-        build: |target| gemm::mma_sync::kernel::<bf16>(target, NT),
-        example: Some(Example::SyncProduct { number: Number::Bf16, layouts: NT }),
-    },
-    Entry {
-        name: "gemm-sync-bf16-tn",
-        summary: "C = A B by mma.sync, bf16; A [k][m], B [k][n]",
-        build: |target| gemm::mma_sync::kernel::<bf16>(target, TN),
-        example: Some(Example::SyncProduct { number: Number::Bf16, layouts: TN }),
-    },
-    Entry {
-        name: "gemm-sync-bf16-tt",
-        summary: "C = A B by mma.sync, bf16; A [k][m], B [n][k]",
-        build: |target| gemm::mma_sync::kernel::<bf16>(target, TT),
-        example: Some(Example::SyncProduct { number: Number::Bf16, layouts: TT }),
-    },
-    entry!(ROW_SOFTMAX),
-    entry!(ROW_DOT),
-    Entry {
-        name: "attention-bf16-d64-full",
-        summary: "forward attention, bf16, head_dim 64, no mask",
-        build: |target| attention::<bf16>(target, 64, Mask::none()),
-        example: Some(forward_example(Number::Bf16, 64, Feature::Full)),
-    },
-    Entry {
-        name: "attention-bf16-d64-causal",
-        summary: "forward attention, bf16, head_dim 64, causal mask",
-        build: |target| attention::<bf16>(target, 64, Mask::causal()),
-        example: Some(forward_example(Number::Bf16, 64, Feature::Causal)),
-    },
-    Entry {
-        name: "attention-bf16-d128-full",
-        summary: "forward attention, bf16, head_dim 128, no mask",
-        build: |target| attention::<bf16>(target, 128, Mask::none()),
-        example: Some(forward_example(Number::Bf16, 128, Feature::Full)),
-    },
-    Entry {
-        name: "attention-bf16-d128-causal",
-        summary: "forward attention, bf16, head_dim 128, causal mask",
-        build: |target| attention::<bf16>(target, 128, Mask::causal()),
-        example: Some(forward_example(Number::Bf16, 128, Feature::Causal)),
-    },
-    Entry {
-        name: "attention-f16-d64-full",
-        summary: "forward attention, f16, head_dim 64, no mask",
-        build: |target| attention::<f16>(target, 64, Mask::none()),
-        example: Some(forward_example(Number::F16, 64, Feature::Full)),
-    },
-    Entry {
-        name: "attention-f16-d64-causal",
-        summary: "forward attention, f16, head_dim 64, causal mask",
-        build: |target| attention::<f16>(target, 64, Mask::causal()),
-        example: Some(forward_example(Number::F16, 64, Feature::Causal)),
-    },
-    Entry {
-        name: "attention-f16-d128-full",
-        summary: "forward attention, f16, head_dim 128, no mask",
-        build: |target| attention::<f16>(target, 128, Mask::none()),
-        example: Some(forward_example(Number::F16, 128, Feature::Full)),
-    },
-    Entry {
-        name: "attention-f16-d128-causal",
-        summary: "forward attention, f16, head_dim 128, causal mask",
-        build: |target| attention::<f16>(target, 128, Mask::causal()),
-        example: Some(forward_example(Number::F16, 128, Feature::Causal)),
-    },
-    Entry {
-        name: "attention-bf16-d512-full",
-        summary: "forward attention, bf16, head_dim 512, no mask",
-        build: |target| attention::<bf16>(target, 512, Mask::none()),
-        example: Some(forward_example(Number::Bf16, 512, Feature::Full)),
-    },
-    Entry {
-        name: "attention-f16-d512-causal",
-        summary: "forward attention, f16, head_dim 512, causal mask",
-        build: |target| attention::<f16>(target, 512, Mask::causal()),
-        example: Some(forward_example(Number::F16, 512, Feature::Causal)),
-    },
-    Entry {
-        name: "attention-decode-bf16-d64-full",
-        summary: "decode attention, bf16, head_dim 64, no mask",
-        build: |target| attention_decode::<bf16>(target, 64, Mask::none()),
-        example: Some(decode_example(Number::Bf16, 64, Feature::Full)),
-    },
-    Entry {
-        name: "attention-decode-bf16-d128-full",
-        summary: "decode attention, bf16, head_dim 128, no mask",
-        build: |target| attention_decode::<bf16>(target, 128, Mask::none()),
-        example: Some(decode_example(Number::Bf16, 128, Feature::Full)),
-    },
-    Entry {
-        name: "attention-decode-bf16-d128-causal",
-        summary: "decode attention, bf16, head_dim 128, causal mask",
-        build: |target| attention_decode::<bf16>(target, 128, Mask::causal()),
-        example: Some(decode_example(Number::Bf16, 128, Feature::Causal)),
-    },
-    Entry {
-        name: "attention-decode-bf16-d256-full",
-        summary: "decode attention, bf16, head_dim 256, no mask",
-        build: |target| attention_decode::<bf16>(target, 256, Mask::none()),
-        example: Some(decode_example(Number::Bf16, 256, Feature::Full)),
-    },
-    Entry {
-        name: "attention-decode-f16-d128-full",
-        summary: "decode attention, f16, head_dim 128, no mask",
-        build: |target| attention_decode::<f16>(target, 128, Mask::none()),
-        example: Some(decode_example(Number::F16, 128, Feature::Full)),
-    },
+const FORWARD: &[Entry] = attention! {
+    attention forward_example "attention" "forward attention":
+    bf16 Bf16 "bf16" 64 Full;
+    bf16 Bf16 "bf16" 64 Causal;
+    bf16 Bf16 "bf16" 128 Full;
+    bf16 Bf16 "bf16" 128 Causal;
+    f16 F16 "f16" 64 Full;
+    f16 F16 "f16" 64 Causal;
+    f16 F16 "f16" 128 Full;
+    f16 F16 "f16" 128 Causal;
+    bf16 Bf16 "bf16" 512 Full;
+    f16 F16 "f16" 512 Causal;
+};
+
+const DECODE: &[Entry] = attention! {
+    attention_decode decode_example "attention-decode" "decode attention":
+    bf16 Bf16 "bf16" 64 Full;
+    bf16 Bf16 "bf16" 128 Full;
+    bf16 Bf16 "bf16" 128 Causal;
+    bf16 Bf16 "bf16" 256 Full;
+    f16 F16 "f16" 128 Full;
+};
+
+const BACKWARD: &[Entry] = attention! {
+    gradients backward_example "backward" "gradients of attention":
+    bf16 Bf16 "bf16" 64 Full;
+    bf16 Bf16 "bf16" 64 Causal;
+    bf16 Bf16 "bf16" 128 Full;
+    bf16 Bf16 "bf16" 128 Causal;
+    f16 F16 "f16" 64 Full;
+    f16 F16 "f16" 64 Causal;
+    f16 F16 "f16" 128 Full;
+    f16 F16 "f16" 128 Causal;
+    bf16 Bf16 "bf16" 256 Full;
+    bf16 Bf16 "bf16" 256 Causal;
+    f16 F16 "f16" 256 Full;
+    f16 F16 "f16" 256 Causal;
+};
+
+const OPERATORS: &[Entry] = &[entry!(VECTOR_ADD), entry!(ROW_SOFTMAX), entry!(ROW_DOT)];
+
+/// Kernels that serve other kernels of attention.
+const AUXILIARY: &[Entry] = &[
     Entry {
         name: "attention-pack",
         summary: "a tensor of 16-bit elements whose strides the copy engine cannot take, packed",
@@ -526,54 +399,6 @@ const ALL: &[Entry] = &[
         example: None,
     },
     Entry {
-        name: "backward-bf16-d64-full",
-        summary: "gradients of attention, bf16, head_dim 64, no mask",
-        build: |target| gradients::<bf16>(target, 64, Mask::none()),
-        example: Some(backward_example(Number::Bf16, 64, Feature::Full, 1)),
-    },
-    Entry {
-        name: "backward-bf16-d64-causal",
-        summary: "gradients of attention, bf16, head_dim 64, causal mask",
-        build: |target| gradients::<bf16>(target, 64, Mask::causal()),
-        example: Some(backward_example(Number::Bf16, 64, Feature::Causal, 1)),
-    },
-    Entry {
-        name: "backward-bf16-d128-full",
-        summary: "gradients of attention, bf16, head_dim 128, no mask",
-        build: |target| gradients::<bf16>(target, 128, Mask::none()),
-        example: Some(backward_example(Number::Bf16, 128, Feature::Full, 1)),
-    },
-    Entry {
-        name: "backward-bf16-d128-causal",
-        summary: "gradients of attention, bf16, head_dim 128, causal mask",
-        build: |target| gradients::<bf16>(target, 128, Mask::causal()),
-        example: Some(backward_example(Number::Bf16, 128, Feature::Causal, 1)),
-    },
-    Entry {
-        name: "backward-f16-d64-full",
-        summary: "gradients of attention, f16, head_dim 64, no mask",
-        build: |target| gradients::<f16>(target, 64, Mask::none()),
-        example: Some(backward_example(Number::F16, 64, Feature::Full, 1)),
-    },
-    Entry {
-        name: "backward-f16-d64-causal",
-        summary: "gradients of attention, f16, head_dim 64, causal mask",
-        build: |target| gradients::<f16>(target, 64, Mask::causal()),
-        example: Some(backward_example(Number::F16, 64, Feature::Causal, 1)),
-    },
-    Entry {
-        name: "backward-f16-d128-full",
-        summary: "gradients of attention, f16, head_dim 128, no mask",
-        build: |target| gradients::<f16>(target, 128, Mask::none()),
-        example: Some(backward_example(Number::F16, 128, Feature::Full, 1)),
-    },
-    Entry {
-        name: "backward-f16-d128-causal",
-        summary: "gradients of attention, f16, head_dim 128, causal mask",
-        build: |target| gradients::<f16>(target, 128, Mask::causal()),
-        example: Some(backward_example(Number::F16, 128, Feature::Causal, 1)),
-    },
-    Entry {
         name: "backward-bf16-d128-packed",
         summary: "gradients of attention, bf16, head_dim 128, causal mask, sequences with lengths of their own",
         build: |target| {
@@ -582,31 +407,7 @@ const ALL: &[Entry] = &[
             let config = BackwardConfig::with_room(128, true, backward::RegisterPressure::None);
             backward::main::kernel::<bf16>(target, &features, config)
         },
-        example: Some(backward_example(Number::Bf16, 128, Feature::Packed, 1)),
-    },
-    Entry {
-        name: "backward-bf16-d256-full",
-        summary: "gradients of attention, bf16, head_dim 256, no mask",
-        build: |target| gradients::<bf16>(target, 256, Mask::none()),
-        example: Some(backward_example(Number::Bf16, 256, Feature::Full, 1)),
-    },
-    Entry {
-        name: "backward-bf16-d256-causal",
-        summary: "gradients of attention, bf16, head_dim 256, causal mask",
-        build: |target| gradients::<bf16>(target, 256, Mask::causal()),
-        example: Some(backward_example(Number::Bf16, 256, Feature::Causal, 1)),
-    },
-    Entry {
-        name: "backward-f16-d256-full",
-        summary: "gradients of attention, f16, head_dim 256, no mask",
-        build: |target| gradients::<f16>(target, 256, Mask::none()),
-        example: Some(backward_example(Number::F16, 256, Feature::Full, 1)),
-    },
-    Entry {
-        name: "backward-f16-d256-causal",
-        summary: "gradients of attention, f16, head_dim 256, causal mask",
-        build: |target| gradients::<f16>(target, 256, Mask::causal()),
-        example: Some(backward_example(Number::F16, 256, Feature::Causal, 1)),
+        example: Some(backward_example(Number::Bf16, 128, Feature::Packed)),
     },
     Entry {
         name: "backward-prepare-bf16-d128",
@@ -614,7 +415,7 @@ const ALL: &[Entry] = &[
         build: |target| {
             backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
-        example: Some(backward_example(Number::Bf16, 128, Feature::Full, 0)),
+        example: Some(backward_launch_example(Feature::Full, 0)),
     },
     Entry {
         name: "backward-finish-bf16-d128",
@@ -622,7 +423,7 @@ const ALL: &[Entry] = &[
         build: |target| {
             backward::finish::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
-        example: Some(backward_example(Number::Bf16, 128, Feature::Full, 2)),
+        example: Some(backward_launch_example(Feature::Full, 2)),
     },
 ];
 

@@ -77,14 +77,14 @@ impl TensorOperator {
 
 /// A tensor of a call: its memory and its shape.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Operand {
+pub struct DeviceOperand {
     /// Contiguous elements in row-major order.
     pub span: Span,
     /// Size of each axis, from which kernels take their scalar arguments.
     pub shape: Vec<usize>,
 }
 
-impl Operand {
+impl DeviceOperand {
     /// The size of an axis. [`TensorOperator::output`] has checked that it fits 32 bits.
     pub fn size(&self, axis: usize) -> u32 {
         self.shape[axis] as u32
@@ -95,9 +95,9 @@ impl Operand {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Call {
     /// The inputs, in the operator's order.
-    pub inputs: Vec<Operand>,
+    pub inputs: Vec<DeviceOperand>,
     /// The output.
-    pub output: Operand,
+    pub output: DeviceOperand,
 }
 
 /// Operators over whole tensors, as a session runs them.

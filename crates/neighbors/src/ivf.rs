@@ -5,7 +5,7 @@ use crate::knn::{Search, nearer};
 use crate::points::{Kept, checked_tolerance, precision};
 use crate::{Error, Init, KMeans, Metric, NeighborIndex, Neighbors, Options, Points};
 use fulgurite_cpu::pool;
-use fulgurite_cpu::scan::{Keys, Queries};
+use fulgurite_cpu::scan::{PackedKeys, Queries};
 use std::sync::Mutex;
 
 /// Rows for each list from which centroids are learned; more change them little.
@@ -114,7 +114,7 @@ impl Ivf {
 
 struct List {
     rows: Vec<u32>,
-    keys: Keys,
+    keys: PackedKeys,
 }
 
 /// Inverted lists over rows.

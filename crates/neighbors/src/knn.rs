@@ -8,7 +8,7 @@ use crate::kmeans::below;
 use crate::points::{Kept, checked_tolerance, frame_of, precision};
 use crate::{Error, Metric, Options, Points};
 use fulgurite_cpu::pool;
-use fulgurite_cpu::scan::{BLOCK, Digits, Fold, Frame, Keys, MAX_LANES, Queries, Scanner, Scores};
+use fulgurite_cpu::scan::{BLOCK, Digits, Fold, Frame, MAX_LANES, PackedKeys, Queries, Scanner, Scores};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
@@ -77,7 +77,7 @@ pub struct NeighborIndex<'a> {
 /// Rows packed for a search.
 struct Packed {
     search: Search,
-    keys: Keys,
+    keys: PackedKeys,
 }
 
 impl std::fmt::Debug for NeighborIndex<'_> {
@@ -102,7 +102,7 @@ impl Search {
         Search { scanner, frame: frame_of(base, metric, scanner.threads()), metric, exact }
     }
 
-    pub fn keys(&self, rows: &[f32], d: usize) -> Keys {
+    pub fn keys(&self, rows: &[f32], d: usize) -> PackedKeys {
         self.scanner.keys(rows, d, &self.frame, self.metric.worth())
     }
 
@@ -123,7 +123,7 @@ impl Search {
     pub fn nearest<'b>(
         &self,
         queries: &Queries<'_>,
-        keys: &Keys,
+        keys: &PackedKeys,
         range: Range<usize>,
         k: usize,
         row: &dyn Fn(u32) -> &'b [f32],

@@ -512,6 +512,73 @@ pub trait Device: Send + Sync {
     }
 }
 
+/// A borrowed device.
+impl<D: Device + ?Sized> Device for &D {
+    fn name(&self) -> String {
+        (**self).name()
+    }
+
+    fn place(&self) -> (&'static str, u32) {
+        (**self).place()
+    }
+
+    fn target(&self) -> Target {
+        (**self).target()
+    }
+
+    fn multiprocessors(&self) -> u32 {
+        (**self).multiprocessors()
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Buffer, DeviceError> {
+        (**self).allocate(bytes)
+    }
+
+    fn zeroed(&self, bytes: u64) -> Result<Buffer, DeviceError> {
+        (**self).zeroed(bytes)
+    }
+
+    fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError> {
+        (**self).upload(to, bytes)
+    }
+
+    fn download(&self, from: Span, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        (**self).download(from, bytes)
+    }
+
+    fn check_memory(&self, span: Span) -> Result<(), DeviceError> {
+        (**self).check_memory(span)
+    }
+
+    fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError> {
+        (**self).load(kernel)
+    }
+
+    fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream<'_>) -> Result<(), DeviceError> {
+        (**self).launch(module, grid, args, stream)
+    }
+
+    fn synchronize(&self, stream: Stream<'_>) -> Result<(), DeviceError> {
+        (**self).synchronize(stream)
+    }
+
+    fn capture_id(&self, stream: Stream<'_>) -> Result<Option<u64>, DeviceError> {
+        (**self).capture_id(stream)
+    }
+
+    fn keep_for_replays(&self, stream: Stream<'_>, value: Box<dyn Any + Send>) -> Result<(), DeviceError> {
+        (**self).keep_for_replays(stream, value)
+    }
+
+    fn timed(
+        &self,
+        stream: Stream<'_>,
+        work: &mut dyn FnMut() -> Result<(), DeviceError>,
+    ) -> Result<Option<f64>, DeviceError> {
+        (**self).timed(stream, work)
+    }
+}
+
 /// One launch of a plan.
 #[derive(Clone)]
 pub struct Launch {

@@ -10,12 +10,14 @@
 
 #![forbid(unsafe_code)]
 
+mod accumulators;
 mod arch;
 pub mod assemble;
 mod build;
 pub mod device;
 mod divisor;
 mod error;
+mod global_tensor;
 pub mod inst;
 pub mod kernel;
 pub mod machine;
@@ -31,7 +33,9 @@ pub mod tcgen05;
 mod tensor_memory;
 mod tile;
 mod verify;
+mod wgmma;
 
+pub use accumulators::{Acc, Fragment, Sum};
 pub use arch::{Arch, Target, TensorUnit};
 pub use build::{
     Block, Builder, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer, RoleBarrier,
@@ -39,6 +43,7 @@ pub use build::{
 };
 pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;
+pub use global_tensor::{Slice, Tensor};
 pub use half::{bf16, f16};
 pub use kernel::Kernel;
 pub use mma::{AccNumber, WarpAcc};
@@ -50,5 +55,5 @@ pub use sync::{
     PeerTiles, Pipe, TensorRing, TokenRing, Which, Zeros,
 };
 pub use tensor_memory::{TensorOperand, TensorTile};
-pub use tile::{Acc, Fragment, Operand, Slice, Sum, Tensor, Tile};
+pub use tile::{Tile, TileOperand};
 pub use verify::varying;

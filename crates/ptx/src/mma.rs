@@ -3,12 +3,13 @@
 //! Every tensor core since Ampere supports them. One instruction multiplies 16 rows of A by 8 columns of B over 32
 //! bytes of the summed dimension. Accumulators have the same register layout as those of `wgmma`.
 
+use crate::accumulators::Fragment;
 use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Val, WholeWarps, Word};
 use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::product::{Major, Number, Swizzle};
 use crate::row_view::RowView;
 use crate::table::{convert, memory, tensor};
-use crate::tile::{Fragment, Operand, Tile};
+use crate::tile::{Tile, TileOperand};
 use std::marker::PhantomData;
 
 /// Rows of A, or columns of B, that one `ldmatrix` loads.
@@ -176,7 +177,7 @@ enum Side {
 
 /// An operand as `ldmatrix` loads it: 16 rows (of A) or columns (of B) and 32 bytes of the summed dimension at a time.
 struct Blocks<'k> {
-    operand: Operand<'k>,
+    operand: TileOperand<'k>,
     /// The lane's address for the first step of the first block, if blocks and steps lie at constant distances from it.
     /// Otherwise, its address for the first step of each block.
     lane: LaneAddress<'k>,
@@ -191,7 +192,13 @@ enum LaneAddress<'k> {
 impl<'k> Blocks<'k> {
     /// `count` blocks, starting at row (of A) or column (of B) `first`.
     #[track_caller]
-    fn new<W: WholeWarps>(w: &Scope<'k, W>, operand: Operand<'k>, first: Val<'k, u32>, count: u32, side: Side) -> Self {
+    fn new<W: WholeWarps>(
+        w: &Scope<'k, W>,
+        operand: TileOperand<'k>,
+        first: Val<'k, u32>,
+        count: u32,
+        side: Side,
+    ) -> Self {
         let shape = operand.tile().shape();
         let (line, units) = (shape.swizzle.line(), shape.swizzle.line() / 32);
         let lane = w.lane();
@@ -315,7 +322,7 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
         &self,
         acc: &WarpAcc<'k, M>,
         a: &Fragment<'k, T>,
-        (b, b_first): (Operand<'k>, Val<'k, u32>),
+        (b, b_first): (TileOperand<'k>, Val<'k, u32>),
     ) where
         Pair<T>: Word,
     {
@@ -353,8 +360,8 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
     pub fn multiply_warp<const M: usize, N: AccNumber>(
         &self,
         acc: &WarpAcc<'k, M, N>,
-        (a, a_first): (Operand<'k>, Val<'k, u32>),
-        (b, b_first): (Operand<'k>, Val<'k, u32>),
+        (a, a_first): (TileOperand<'k>, Val<'k, u32>),
+        (b, b_first): (TileOperand<'k>, Val<'k, u32>),
     ) {
         let k = self.k;
         let numbers = [a, b].map(|operand| operand.tile().shape().number);
@@ -365,7 +372,7 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
             ));
             return;
         };
-        let fits = |operand: Operand<'k>, outer: u32| {
+        let fits = |operand: TileOperand<'k>, outer: u32| {
             let shape = operand.tile().shape();
             let across = operand.major() == Major::Inner || shape.number.bytes() == 2;
             operand.outer() >= outer && across && shape.swizzle != Swizzle::None

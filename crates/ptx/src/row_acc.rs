@@ -1,10 +1,11 @@
 //! Accumulators with one row per thread, as a warpgroup holds them after it reads its lanes of tensor memory.
 
+use crate::accumulators::Fragment;
 use crate::build::{Builder, Group, Half, Pair, Scope, Val, WholeWarps, Word};
 use crate::inst::{Arg, Class, Reg};
 use crate::row_view::RowView;
 use crate::table::convert;
-use crate::tile::{Fragment, Tile};
+use crate::tile::Tile;
 use std::panic::Location;
 
 /// Elements of 16 bits that a thread writes to shared memory at a time: 16 bytes.

@@ -4,8 +4,9 @@
 //! the column of an element, and the lanes that hold the rest of its row. [`RowView`] answers these questions, so such
 //! code is written once for every tensor unit.
 
+use crate::accumulators::Acc;
 use crate::build::{Group, Half, Pair, Scope, Val, WholeWarps, Word};
-use crate::tile::{Acc, Tile};
+use crate::tile::Tile;
 
 /// f32 accumulators, seen as rows that lanes share.
 ///

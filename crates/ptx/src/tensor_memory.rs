@@ -3,6 +3,7 @@
 //! The builder allocates the columns that a kernel asks for in one piece: a warp takes them before any role begins and
 //! frees them after all roles have ended. A tile is a range of these columns.
 
+use crate::accumulators::{Fragment, Sum};
 use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Thread, Val, WholeWarps, Word};
 use crate::inst::{Arg, Base, Inst, Reg};
 use crate::product::{Major, Number};
@@ -10,7 +11,7 @@ use crate::row_acc::RowAcc;
 use crate::row_view::RowView;
 use crate::table::{memory, sync, tcgen05 as rows};
 use crate::tcgen05::{COLUMNS, LANES, ProductShape, VERSION};
-use crate::tile::{Fragment, Operand, Sum};
+use crate::tile::TileOperand;
 use std::panic::Location;
 
 /// A tile in tensor memory: 128 rows, one to a lane. f32 elements take a column each; two 16-bit elements share one.
@@ -28,13 +29,13 @@ pub struct TensorTile<'k> {
 /// The first operand of a product into tensor memory.
 pub enum TensorOperand<'k> {
     /// A tile in shared memory.
-    Shared(Operand<'k>),
+    Shared(TileOperand<'k>),
     /// A tile of 16-bit elements in tensor memory.
     Tensor(TensorTile<'k>),
 }
 
-impl<'k> From<Operand<'k>> for TensorOperand<'k> {
-    fn from(operand: Operand<'k>) -> Self {
+impl<'k> From<TileOperand<'k>> for TensorOperand<'k> {
+    fn from(operand: TileOperand<'k>) -> Self {
         TensorOperand::Shared(operand)
     }
 }
@@ -279,7 +280,13 @@ impl<'k> Scope<'k, Thread> {
     /// Starts d (+)= a b, 128 rows of `a` and all columns of `b`. Products of a thread run in the order in which it starts
     /// them.
     #[track_caller]
-    pub fn multiply_tensor(&self, d: TensorTile<'k>, a: impl Into<TensorOperand<'k>>, b: Operand<'k>, sum: Sum<'k>) {
+    pub fn multiply_tensor(
+        &self,
+        d: TensorTile<'k>,
+        a: impl Into<TensorOperand<'k>>,
+        b: TileOperand<'k>,
+        sum: Sum<'k>,
+    ) {
         let (k, a) = (self.k, a.into());
         let (rows_of_a, inner, number, major) = match &a {
             TensorOperand::Shared(a) => (a.outer(), a.inner(), a.tile().shape().number, a.major()),

@@ -43,7 +43,7 @@ pub struct Party {
 
 impl fmt::Display for Party {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` at {} (block {}", self.inst, self.line, self.block)?;
+        write!(f, "`{}` at {} (CTA {}", self.inst, self.line, self.block)?;
         if !self.role.is_empty() {
             write!(f, ", role `{}`", self.role)?;
         }

@@ -35,7 +35,7 @@ impl View<'_, '_> {
             None => vec![own],
             Some(mask) => {
                 if u32::from(mask) >> size != 0 || mask == 0 {
-                    self.refuse(lane, format!("blocks {mask:#b} of a cluster of {size}"), 0);
+                    self.refuse(lane, format!("CTAs {mask:#b} of a cluster of {size}"), 0);
                 }
                 (0..size).filter(|rank| mask >> rank & 1 == 1).collect()
             }

@@ -78,7 +78,8 @@ impl Default for Sim {
 }
 
 impl Sim {
-    /// A simulated H200.
+    /// A simulated H200: its rates and tile configurations are the ones that were measured on hardware. [`Sim::on`] takes any
+    /// other GPU.
     pub fn new(options: Options) -> Self {
         Sim::on(Target::HOPPER, options)
     }

@@ -354,7 +354,7 @@ impl Machine for View<'_, '_> {
 
     fn peer(&mut self, shared: u32, rank: u32) -> u32 {
         if rank as usize >= self.cluster.blocks.len() {
-            let what = format!("block {rank} of a cluster of {}", self.cluster.blocks.len());
+            let what = format!("CTA {rank} of a cluster of {}", self.cluster.blocks.len());
             self.fault(Fault::Operand, what, None, Some(shared.into()));
             return shared;
         }

@@ -46,7 +46,7 @@ fn pairs_of_blocks_are_right() {
     .into_iter()
     .zip(30..)
     {
-        assert!(case.plan().config().blocks() == 2, "{case:?}");
+        assert!(case.plan().config().share.ctas() == 2, "{case:?}");
         case.check(&sim(seed));
     }
 }

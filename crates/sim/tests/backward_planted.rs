@@ -351,7 +351,7 @@ fn in_the_order_of_sums() {
     let pairs = Case { dims: [256, 256], q_len: 300, k_len: 640, ..case(6) };
     for by in [long(case(5)), long(by_threads(5)), pairs] {
         let case = Case { order: Order::Fixed, dtype: DType::F16, ..by };
-        let by_pairs = case.plan().config().blocks() == 2;
+        let by_pairs = case.plan().config().share.ctas() == 2;
         let by_threads = case.config.is_some();
         let kernels = case.plan().kernels(Target::HOPPER).unwrap();
         let k = || Kernel::clone(&kernels.main);
@@ -362,7 +362,7 @@ fn in_the_order_of_sums() {
         let mut unordered = vec![("no look", drop_loops_at(k(), "ld.acquire", wait))];
         let wait = |text| line_with(&k(), "mbarrier.try_wait", "ordered.rs", text);
         if by_threads || by_pairs {
-            let add = wait("self.messages.wait(w, self.compute");
+            let add = wait("self.messages.wait(w, self.adder.compute");
             unordered.push(("added before the turn", drop_waits_at(k(), add)));
         }
         if by_threads {

@@ -15,13 +15,18 @@ pub struct DeltaAnswer {
 
 /// The exact gradients; each is row-major in the shape of its tensor.
 #[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs)]
 pub struct DeltaGradientAnswer {
+    /// The gradient of q.
     pub d_q: Vec<f64>,
+    /// The gradient of k.
     pub d_k: Vec<f64>,
+    /// The gradient of v.
     pub d_v: Vec<f64>,
+    /// The gradient of the decay g.
     pub d_g: Vec<f64>,
+    /// The gradient of beta.
     pub d_beta: Vec<f64>,
+    /// The gradient of the initial states.
     pub d_initial_state: Vec<f64>,
 }
 

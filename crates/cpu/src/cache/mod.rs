@@ -10,7 +10,7 @@ mod decode;
 mod parts;
 mod side;
 
-pub use parts::Parts;
+pub use parts::CacheParts;
 
 use crate::Options;
 use crate::simd::packed::Axis;

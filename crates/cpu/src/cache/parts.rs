@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 /// The contents of a cache file: a few words, and named byte arrays (little-endian numbers).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Parts {
+pub struct CacheParts {
     /// Sizes and version, as text.
     pub words: BTreeMap<String, String>,
     /// Arrays.
@@ -25,8 +25,8 @@ fn bad(text: impl Into<String>) -> CacheError {
 
 impl KvCache {
     /// The cache as arrays.
-    pub fn to_parts(&self) -> Parts {
-        let mut parts = Parts::default();
+    pub fn to_parts(&self) -> CacheParts {
+        let mut parts = CacheParts::default();
         let spec = &self.spec;
         let storage = match &spec.storage {
             Storage::Float(dtype) => dtype.name().to_string(),
@@ -67,7 +67,7 @@ impl KvCache {
     }
 
     /// The cache that the arrays describe. Any contents give a cache or an error.
-    pub fn from_parts(parts: &Parts) -> Result<KvCache, CacheError> {
+    pub fn from_parts(parts: &CacheParts) -> Result<KvCache, CacheError> {
         let word = |name: &str| parts.words.get(name).ok_or_else(|| bad(format!("`{name}` is missing")));
         let number = |name: &str| {
             let text = word(name)?;

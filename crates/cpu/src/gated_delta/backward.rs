@@ -128,7 +128,8 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
                 let first = chunk * CHUNK;
                 shared.load(cx, s, key_head, first, Need::Outputs, &mut work.ahead);
                 let kept = &mut states[chunk * size..(chunk + 1) * size];
-                back(cx, &shared, &mut work, &at, first, kept, d_state, saved, &mut workspace, out);
+                let states = States { before: kept, gradient: d_state };
+                HeadPass { cx, at: &at, saved, out }.back(&shared, &mut work, first, states, &mut workspace);
                 let own = first * cx.kp..(first + CHUNK) * cx.kp;
                 d_q[own.clone()].iter_mut().zip(&*workspace.d_q).for_each(|(sum, x)| *sum += x);
                 d_k[own].iter_mut().zip(&*workspace.d_k).for_each(|(sum, x)| *sum += x);
@@ -185,35 +186,48 @@ struct GateSums {
     d_last: f64,
 }
 
-/// Processes one chunk backward: writes the gradients of its values and gates, leaves those of keys and queries in
-/// `workspace`, and turns `d_state` into the gradient of the state before it.
-#[allow(clippy::too_many_arguments)] // what a chunk needs; a struct would only rename it
-fn back(
-    cx: &Context<'_>,
-    keys: &Shared<'_>,
-    work: &mut ChunkData<'_>,
-    at: &ValueHead<'_>,
-    first: usize,
-    state: &mut [f32],
-    d_state: &mut [f32],
-    saved: &DeltaSaved<'_>,
-    workspace: &mut Workspace<'_>,
-    out: &Out<'_>,
-) {
-    let gates = Gates::new(cx, at, first);
-    work.corrections(cx, keys, at, &gates, first, state);
-    let do_rows = cx.bound.row_layout(saved.d_o.strides(), at.sequence);
-    cx.load_values(&saved.d_o, &do_rows, at, first, workspace.d_o, cx.vs);
-    let chunk = Chunk { cx, keys, work, gates: &gates, at, first };
-    let mut sums = GateSums { d_g: [0.0; CHUNK], d_beta: [0.0; CHUNK], d_last: 0.0 };
-    let ahead = &mut Ahead::default();
-    chunk.values(d_state, workspace, ahead);
-    chunk.store_values(workspace, out);
-    chunk.keys_and_queries(state, d_state, workspace, &mut sums, ahead);
-    chunk.state(state, d_state, workspace, &mut sums, ahead);
-    chunk.weights(workspace, &mut sums, ahead);
-    chunk.inverse(workspace, &mut sums, ahead);
-    chunk.store_gates(sums, out);
+/// A value head on the way back through its chunks.
+struct HeadPass<'a> {
+    cx: &'a Context<'a>,
+    at: &'a ValueHead<'a>,
+    saved: &'a DeltaSaved<'a>,
+    out: &'a Out<'a>,
+}
+
+/// The state before a chunk, and the gradient of the state after it.
+struct States<'a> {
+    before: &'a mut [f32],
+    gradient: &'a mut [f32],
+}
+
+impl HeadPass<'_> {
+    /// Processes one chunk backward: writes the gradients of its values and gates, leaves those of keys and queries in
+    /// `workspace`, and turns the gradient of the state after it into that of the state before it.
+    fn back(
+        &self,
+        keys: &Shared<'_>,
+        work: &mut ChunkData<'_>,
+        first: usize,
+        states: States<'_>,
+        workspace: &mut Workspace<'_>,
+    ) {
+        let HeadPass { cx, at, saved, out } = *self;
+        let States { before: state, gradient: d_state } = states;
+        let gates = Gates::new(cx, at, first);
+        work.corrections(cx, keys, at, &gates, first, state);
+        let do_rows = cx.bound.row_layout(saved.d_o.strides(), at.sequence);
+        cx.load_values(&saved.d_o, &do_rows, at, first, workspace.d_o, cx.vs);
+        let chunk = Chunk { cx, keys, work, gates: &gates, at, first };
+        let mut sums = GateSums { d_g: [0.0; CHUNK], d_beta: [0.0; CHUNK], d_last: 0.0 };
+        let ahead = &mut Ahead::default();
+        chunk.values(d_state, workspace, ahead);
+        chunk.store_values(workspace, out);
+        chunk.keys_and_queries(state, d_state, workspace, &mut sums, ahead);
+        chunk.state(state, d_state, workspace, &mut sums, ahead);
+        chunk.weights(workspace, &mut sums, ahead);
+        chunk.inverse(workspace, &mut sums, ahead);
+        chunk.store_gates(sums, out);
+    }
 }
 
 // Rows of values are `vs` apart, of which products compute `vp`.

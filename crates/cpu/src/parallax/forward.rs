@@ -1,5 +1,6 @@
-//! Three products per block of keys: S and U of one tile of queries are held over all keys, W is formed when t is
-//! known, and V is multiplied once. Memory is a tile times the number of keys.
+//! Parallax forward, a tile of queries at a time, in two passes over its keys. The first computes the scores S = Q K^T, the
+//! probes' scores U = R K^T, P and t. The second corrects the weights, W = P (1 + t - U), and adds W V to O. S and U of all
+//! keys are kept in between, so a tile takes memory for its queries times all keys.
 
 use crate::decode::Probe;
 use crate::forward::{Out, QueryTile, RunOptions, finish, items, scores, softmax};
@@ -26,7 +27,7 @@ pub(super) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &R
     });
 }
 
-/// The results of a tile for one block of keys.
+/// What the first pass leaves of one block of keys for the second.
 struct Done {
     start: usize,
     step: Step,
@@ -50,8 +51,8 @@ fn piece_buffers<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: us
     all.map(|all| if all.is_empty() { all } else { &mut all[at..at + n] })
 }
 
-/// Gives lanes without a maximum that of a block's first keys, as attention does before it takes several blocks at
-/// once: all later bits depend on it.
+/// Sets the maximum of lanes that have none yet to that of the block's first keys. Attention does the same before it takes
+/// several blocks at once; with zero probes, results are bitwise those of attention.
 fn settle(
     cx: &Context<'_>,
     queries: &mut QueryTile<'_>,
@@ -234,8 +235,8 @@ impl<'a> Walk<'a> {
         workspace: &mut Workspace<'_, '_>,
     ) {
         let (cx, stride) = (self.cx, queries.lanes.stride);
-        // The last blocks are still in the cache, so go back. But with zero probes this is attention, whose sums start
-        // with the first block.
+        // Go backwards: the last blocks are still in the cache. With zero probes go forwards, because the result must be
+        // bitwise that of attention.
         let back = self.unit.is_none() && workspace.r[..self.rx.d_pad * stride].iter().any(|&x| x != 0.0);
         // Going back: the product of the factors of the blocks after this one.
         let mut later: Option<[f32; MAX_LANES]> = None;

@@ -51,6 +51,18 @@ impl<O: Operator> CheckedCall<O> {
     }
 }
 
+impl<O: Operator> CheckedCall<O> {
+    /// The problem, planned and compiled.
+    pub(crate) fn prepared(&self) -> &Prepared<O> {
+        &self.prepared
+    }
+
+    /// Whether launches copy tensors that the kernels cannot address.
+    pub(crate) fn copies(&self) -> bool {
+        self.needs.copies.is_some()
+    }
+}
+
 /// The launches of a call, for one workspace.
 pub(super) struct PlannedLaunches {
     pub spans: Spans,

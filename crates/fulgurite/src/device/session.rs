@@ -12,9 +12,8 @@ use fulgurite_core::lru::Lru;
 use fulgurite_core::outputs::{check_o_of, lse_fits};
 use fulgurite_core::{DType, DeviceId, GradientOutputs, Inputs, Place, Problem, Saved, TensorViewMut};
 use fulgurite_kernels::gemm::plan::{Gemm, Matrix};
-use fulgurite_kernels::operator::{
-    Backward, Executable, Forward, Memory, Needs, Operator, Plan, Product, Refusal, Tables,
-};
+use fulgurite_kernels::gemm::product::{Product, ProductOptions};
+use fulgurite_kernels::operator::{Backward, Executable, Forward, Memory, Needs, Operator, Plan, Refusal, Tables};
 use fulgurite_kernels::parts::results::ResultType;
 use fulgurite_ptx::BuildError;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream, Value, check_launch};
@@ -144,6 +143,14 @@ impl<D: Device + ?Sized> Session<D> {
         Ok(())
     }
 
+    /// The launches of a call on the default stream, in order, for a caller that runs them one by one. Their memory belongs
+    /// to the session.
+    pub(crate) fn planned<O: Operator>(&self, call: &CheckedCall<O>) -> Result<Vec<(Module, Launch)>, Error> {
+        let workspace = self.workspaces.of(&*self.device, Stream::default())?;
+        let spans = self.spans(&mut workspace.lock(), &call.needs)?;
+        self.launches(call, &spans, self.sms())
+    }
+
     /// The workspace memory that a call needs.
     fn spans(&self, guard: &mut WorkspaceGuard<'_>, needs: &Needs) -> Result<Spans, DeviceError> {
         let device = &*self.device;
@@ -253,7 +260,7 @@ impl<D: Device + ?Sized> Session<D> {
 
     /// Enqueues C = A B on a stream, without waiting.
     pub fn product(&self, gemm: &Gemm, matrices: [Matrix; 3], stream: Stream<'_>) -> Result<(), Error> {
-        self.run_call(&CheckedCall::new(self.prepare::<Product>(gemm, &())?, matrices), stream)
+        self.run_call(&CheckedCall::new(self.prepare::<Product>(gemm, &ProductOptions::default())?, matrices), stream)
     }
 
     /// Memory for an LSE that the caller does not read; several launches may write it concurrently.

@@ -6,7 +6,7 @@ use super::session::Session;
 use super::transfer::Copied;
 use crate::Error;
 use fulgurite_core::{InputError, Place, Tensor, TensorView, TensorViewMut};
-use fulgurite_kernels::tensor_operator::{Call, Operand, TensorOperator, TensorProblem, WholeTensors};
+use fulgurite_kernels::tensor_operator::{Call, DeviceOperand, TensorOperator, TensorProblem, WholeTensors};
 use fulgurite_kernels::tensor_type::{TensorRefusal, TensorType};
 use fulgurite_ptx::device::{Device, Stream};
 
@@ -55,7 +55,7 @@ impl<D: Device + ?Sized> Session<D> {
     }
 
     /// The memory of a contiguous tensor on this device.
-    fn operand(&self, arg: &str, view: &TensorView<'_>) -> Result<Operand, Error> {
+    fn operand(&self, arg: &str, view: &TensorView<'_>) -> Result<DeviceOperand, Error> {
         let (got, want) = (view.place(), Place::Device(self.id()));
         if got != want {
             return Err(InputError::Place { arg: arg.into(), got, want }.into());
@@ -64,6 +64,6 @@ impl<D: Device + ?Sized> Session<D> {
             let got = view.strides().to_vec();
             return Err(InputError::Strides { arg: arg.into(), got }.into());
         }
-        Ok(Operand { span: span_of(arg, view)?, shape: view.shape().to_vec() })
+        Ok(DeviceOperand { span: span_of(arg, view)?, shape: view.shape().to_vec() })
     }
 }

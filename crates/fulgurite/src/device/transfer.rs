@@ -13,7 +13,7 @@ use fulgurite_core::{
     Tensor, TensorView, TensorViewMut,
 };
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
-use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Tables, forward_unit};
+use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Tables, choose_unit};
 use fulgurite_ptx::TensorUnit;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
 use std::sync::Arc;
@@ -280,7 +280,7 @@ impl<D: Device + ?Sized> Engine for OnDevice<D> {
         let order = if self.order == Order::Fixed { ", gradients in a fixed order" } else { "" };
         let (name, device) = (self.name(), self.session.device());
         // A configuration without a kernel is refused when a problem is planned.
-        let products = forward_unit(device.target(), self.unit).map(|unit| format!(", products by {unit}"));
+        let products = choose_unit(device.target(), self.unit).map(|unit| format!(", products by {unit}"));
         let products = products.unwrap_or_default();
         format!("{name}, {}{products}, tensors copied there and back{rescale}{order}", device.name())
     }

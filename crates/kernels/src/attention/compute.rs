@@ -11,7 +11,7 @@ use crate::attention::source::KeySource;
 use crate::parts::mask::{Block, Spans};
 use crate::parts::modifier::{Parameters, Tanh};
 use crate::parts::row_sums::Added;
-use crate::parts::softmax::{Softmax, Totals};
+use crate::parts::softmax::Totals;
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Pipe, Pointer, Scope, Sum, Tile, Turns, Val, Var, Word};
 
@@ -135,9 +135,7 @@ where
             scale: setup.scale,
             tanh: Tanh::of(T::NUMBER),
         };
-        let power = inputs.power(w);
-        let softmax = Softmax::new(w, power, rescale, setup.features.exp, added, counters);
-        let scoring = inputs.scoring(w, power);
+        let (softmax, scoring) = inputs.rows::<Acc<'k>>(w, (rescale, setup.features.exp, added), counters);
         Compute {
             rings,
             source,

@@ -9,9 +9,6 @@ pub(crate) trait Fold<'k, T: Half, A = Acc<'k>>
 where
     Pair<T>: Word,
 {
-    /// Whether all scores of a tile must be seen before its first p.
-    fn scans(&self) -> bool;
-
     /// Prepares for a tile whose scores are all seen before its first p.
     fn forget(&self);
 
@@ -32,10 +29,6 @@ impl<'k, T: Half, A: RowView<'k>> Fold<'k, T, A> for Softmax<'k, A>
 where
     Pair<T>: Word,
 {
-    fn scans(&self) -> bool {
-        Softmax::scans(self)
-    }
-
     fn forget(&self) {
         Softmax::forget(self);
     }

@@ -2,9 +2,13 @@
 
 use crate::attention::fold::Fold;
 use crate::parts::mask::{Block, Limits, Spans};
-use crate::parts::modifier::{Modifiers, Modify, Parameters, Tanh};
-use crate::parts::softmax::{Rescaled, Scores, Settled};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, RowView, Scope, Val, Word};
+use crate::parts::modifier::{Modifiers, Modify, Parameters, Tanh, TilePosition};
+use crate::parts::row_sums::Added;
+use crate::parts::schedule::Work;
+use crate::parts::sequences::{Counts, Sequences};
+use crate::parts::softmax::{Rescaled, Scores, Settled, Softmax};
+use fulgurite_core::{Exp, Rescale};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
 use std::f32::consts::LOG2_E;
 
 /// Builds a section of the kernel.
@@ -33,6 +37,18 @@ pub(crate) struct ScoringInputs<'a, 'k> {
 }
 
 impl<'a, 'k> ScoringInputs<'a, 'k> {
+    /// The softmax of a warpgroup's rows, and their masks and modifiers. `added` says which unit adds the row sums.
+    pub fn rows<A: RowView<'k>>(
+        &self,
+        w: &Scope<'k, Group>,
+        (rescale, exp, added): (Rescale, Exp, Added),
+        counters: Pointer<'k, u32>,
+    ) -> (Softmax<'k, A>, Scoring<'a, 'k, A>) {
+        let power = self.power(w);
+        let softmax = Softmax::of_view(w, power, rescale, exp, added, counters);
+        (softmax, self.scoring(w, power))
+    }
+
     /// Factor from modified scores to powers of two. Modified scores already contain the scale.
     pub fn power(&self, w: &Scope<'k, Group>) -> Val<'k, f32> {
         match self.modifiers.score {
@@ -50,6 +66,27 @@ impl<'a, 'k> ScoringInputs<'a, 'k> {
 }
 
 impl<'k, A: RowView<'k>> Scoring<'_, 'k, A> {
+    /// Prepares modifiers for a tile. `rows` are the thread's queries. `starts` is told the first visible key of the
+    /// tile's sequence.
+    pub fn prepare_modifiers(
+        &self,
+        w: &Scope<'k, Group>,
+        (sequences, work): (&Sequences<'k>, &Work<'k>),
+        rows: impl FnOnce() -> Vec<Val<'k, i32>>,
+        starts: impl FnOnce(Val<'k, u32>),
+    ) {
+        if !self.modifies {
+            return;
+        }
+        let counts = sequences.counts(work.sequence);
+        let Counts { q_len, k_len, first_key } = counts.expect("bug in fulgurite: modifiers without lengths");
+        starts(first_key);
+        let rows = rows();
+        let (batch, heads) = (work.batch, vec![work.head; rows.len()]);
+        let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
+        self.modify.set(w, &TilePosition { batch, heads, rows, q_len, k_len });
+    }
+
     /// Modifies and masks the scores of a block, whose first key is `key` of the sequence.
     pub fn settle(&self, w: &Scope<'k, Group>, s: &A, key: Val<'k, i32>, block: &Block<'k>) {
         if self.modifies {

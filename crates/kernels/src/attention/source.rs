@@ -77,6 +77,36 @@ pub(crate) trait KeySource<'k>: KeyBlocks<'k, Thread> {
     ) -> Block<'k>;
 }
 
+/// Where a kernel's key blocks come from: its block lists, or without lists the keys that its mask leaves.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyBlockParams<'a, 'k> {
+    pub spans: &'a Spans,
+    pub sequences: &'a Sequences<'k>,
+    pub lists: Option<&'a Lists<'k>>,
+    /// Keys per block.
+    pub cols: u32,
+}
+
+impl<'a, 'k> KeyBlockParams<'a, 'k> {
+    /// The key blocks, found by threads `W`.
+    pub fn blocks<W: Who>(self) -> Box<dyn KeyBlocks<'k, W> + 'a> {
+        let KeyBlockParams { spans, sequences, lists, cols } = self;
+        match lists {
+            Some(lists) => Box::new(Listed { lists, sequences, cols }),
+            None => Box::new(Interval { spans, sequences, cols }),
+        }
+    }
+
+    /// The key blocks, loaded by the copy engine.
+    pub fn source(self) -> Box<dyn KeySource<'k> + 'a> {
+        let KeyBlockParams { spans, sequences, lists, cols } = self;
+        match lists {
+            Some(lists) => Box::new(Listed { lists, sequences, cols }),
+            None => Box::new(Interval { spans, sequences, cols }),
+        }
+    }
+}
+
 /// Consecutive key blocks, from the first to the last that some query of the tile sees.
 pub(crate) struct Interval<'a, 'k> {
     pub spans: &'a Spans,

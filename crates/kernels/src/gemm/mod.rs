@@ -6,6 +6,7 @@
 
 pub mod mma_sync;
 pub mod plan;
+pub mod product;
 pub mod tcgen05;
 
 use crate::params::{Params, Program};

@@ -12,7 +12,7 @@ pub struct Spans(Vec<Span>);
 
 /// The keys from `start` up to, but not including, `end`.
 #[derive(Clone, Copy)]
-pub struct Keys<'k> {
+pub struct KeyRange<'k> {
     pub start: Val<'k, i32>,
     pub end: Val<'k, i32>,
 }
@@ -59,8 +59,8 @@ impl Spans {
 
     /// The keys that a query sees.
     #[track_caller]
-    pub fn keys<'k>(&self, row: Val<'k, i32>, lengths: Lengths<'k>) -> Keys<'k> {
-        let mut keys = Keys { start: row.literal(0), end: lengths.k };
+    pub fn keys<'k>(&self, row: Val<'k, i32>, lengths: Lengths<'k>) -> KeyRange<'k> {
+        let mut keys = KeyRange { start: row.literal(0), end: lengths.k };
         for span in &self.0 {
             let diagonal = match span.align {
                 Align::BottomRight => row + lengths.bottom_right,

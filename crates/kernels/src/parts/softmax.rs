@@ -88,20 +88,6 @@ impl<'k> Totals<'k> {
     }
 }
 
-impl<'k> Softmax<'k> {
-    /// The softmax for the accumulators of `wgmma`.
-    pub fn new(
-        w: &Scope<'k, Group>,
-        scale: Val<'k, f32>,
-        rescale: Rescale,
-        exp: Exp,
-        added: Added,
-        counters: Pointer<'k, u32>,
-    ) -> Self {
-        Softmax::of_view(w, scale, rescale, exp, added, counters)
-    }
-}
-
 impl<'k, A: RowView<'k>> Softmax<'k, A> {
     /// The softmax for the accumulators of any tensor unit.
     pub fn of_view(
@@ -186,7 +172,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
     }
 
     /// Whether p depends on the final maximum of its row, so that all scores must be seen before the first p.
-    pub fn scans(&self) -> bool {
+    fn scans(&self) -> bool {
         matches!(self.exp, Exp::Sas { .. })
     }
 

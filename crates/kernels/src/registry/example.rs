@@ -4,33 +4,21 @@ use crate::attention::forward::plan::{ConfigTable, ForwardPlan, NoKernel};
 use crate::gemm::Layouts;
 use crate::tensor_operator::TensorOperator;
 use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemError};
-use fulgurite_ptx::Number;
+use fulgurite_ptx::{Number, TensorUnit};
 
 /// A call of a kernel on random tensors. The caller chooses lengths, batch and heads; the kernel determines the rest.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Example {
     /// An operator over whole tensors.
     Tensors(&'static TensorOperator),
-    /// A matrix product on Hopper (`wgmma`).
+    /// A matrix product.
     Product {
         /// Element type.
         number: Number,
         /// Memory layouts of the operands.
         layouts: Layouts,
-    },
-    /// A product of single warps (`mma.sync`).
-    SyncProduct {
-        /// Element type.
-        number: Number,
-        /// Memory layouts of the operands.
-        layouts: Layouts,
-    },
-    /// A product on data-centre Blackwell (`tcgen05`).
-    TensorProduct {
-        /// Element type.
-        number: Number,
-        /// Memory layouts of the operands.
-        layouts: Layouts,
+        /// The unit that multiplies.
+        unit: TensorUnit,
     },
     /// A kernel of attention.
     Attention {
@@ -39,6 +27,21 @@ pub enum Example {
         /// The kernel of the operator.
         part: AttentionPart,
     },
+}
+
+impl Example {
+    /// The tensor unit that the kernel needs; `None` for one that multiplies no matrices.
+    pub fn unit(&self) -> Option<TensorUnit> {
+        match self {
+            Example::Tensors(_) => None,
+            Example::Product { unit, .. } => Some(*unit),
+            Example::Attention { part, .. } => Some(match part {
+                AttentionPart::Forward | AttentionPart::Decode | AttentionPart::Backward { .. } => TensorUnit::Wgmma,
+                AttentionPart::ForwardSync | AttentionPart::BackwardSync { .. } => TensorUnit::MmaSync,
+                AttentionPart::ForwardTensor => TensorUnit::Tcgen05,
+            }),
+        }
+    }
 }
 
 /// An attention problem, except lengths, batch and heads.

@@ -9,7 +9,7 @@ use crate::points::frame_of;
 use crate::union::Union;
 use crate::{Metric, Options, Points};
 use fulgurite_cpu::pool;
-use fulgurite_cpu::scan::{Best, Digits, Fold, Frame, Keys, MAX_LANES, Others, Queries, Scanner, Scores, Worth};
+use fulgurite_cpu::scan::{Best, Digits, Fold, Frame, MAX_LANES, Others, PackedKeys, Queries, Scanner, Scores, Worth};
 use std::sync::Mutex;
 
 /// The nearest point outside, as far as is known.
@@ -26,7 +26,7 @@ struct Walk<'a> {
     cores: &'a [f64],
     scanner: Scanner,
     frame: Frame,
-    keys: Keys,
+    keys: PackedKeys,
     /// Half the squared core distance in the frame.
     caps: Vec<f32>,
 }

@@ -3,7 +3,7 @@
 
 use crate::{Metric, Points};
 use fulgurite_cpu::pool;
-use fulgurite_cpu::scan::{Best, Fold, Frame, Keys, MAX_LANES, Queries, Scanner, Scores};
+use fulgurite_cpu::scan::{Best, Fold, Frame, MAX_LANES, PackedKeys, Queries, Scanner, Scores};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -28,7 +28,7 @@ impl<'a> Assign<'a> {
         Assign { scanner, frame, metric, exact }
     }
 
-    pub fn keys(&self, centroids: &[f32], d: usize) -> Keys {
+    pub fn keys(&self, centroids: &[f32], d: usize) -> PackedKeys {
         self.scanner.keys(centroids, d, self.frame, self.metric.worth())
     }
 
@@ -45,7 +45,7 @@ impl<'a> Assign<'a> {
     }
 
     /// Writes the labels and returns how many changed.
-    pub fn labels(&self, points: Points<'_>, keys: &Keys, centroids: &[f32], labels: &mut [u32]) -> usize {
+    pub fn labels(&self, points: Points<'_>, keys: &PackedKeys, centroids: &[f32], labels: &mut [u32]) -> usize {
         let (changed, doubts) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
         let group = self.scanner.group();
         pool::each(self.scanner.threads(), labels.chunks_mut(group), |item, labels| {
@@ -81,7 +81,7 @@ impl<'a> Assign<'a> {
     fn resolve(
         &self,
         points: Points<'_>,
-        keys: &Keys,
+        keys: &PackedKeys,
         centroids: &[f32],
         doubts: &[Doubt],
         labels: &mut [u32],

@@ -26,10 +26,10 @@ pub(crate) use value::Src;
 pub use value::{Half, IntoVal, Pair, Val, Var, Word};
 
 use crate::error::BuildError;
+use crate::global_tensor::TensorParam;
 use crate::inst::{Arg, Class, Inst, Op, Reg};
 use crate::kernel::{BoxShape, Kernel, Param, ParamKind, RoleUse, SharedUse, Stmt, Target};
 use crate::table::{convert, mbarrier, memory as rows, sync, warp};
-use crate::tile::TensorParam;
 use crate::verify;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;

@@ -1,12 +1,12 @@
 //! Passes accumulators from a warpgroup of one role to a warpgroup of another. Each thread passes its elements to the
 //! thread with the same position in the other warpgroup.
 
+use crate::accumulators::Acc;
 use crate::build::{Builder, Count, Group, Scope, Val};
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::sync::cluster::PeerTiles;
 use crate::sync::pipe::Ring;
 use crate::table::{mbarrier, memory};
-use crate::tile::Acc;
 use std::panic::Location;
 
 /// A one-stage channel for accumulators between two roles of one warpgroup each.

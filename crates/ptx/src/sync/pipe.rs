@@ -4,12 +4,13 @@
 //! it. Each role's cursor (stage and parity) lives in registers that only this module handles.
 
 use crate::build::{Builder, Count, Group, GroupBarrier, Pointer, Scope, Thread, Val, Var, WarpRole, Who, WholeWarps};
+use crate::global_tensor::Tensor;
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
 use crate::product::{Swizzle, TileShape};
 use crate::sync::stage::stage_layout;
 use crate::table::{bytes, mbarrier, memory, tcgen05};
-use crate::tile::{Tensor, Tile};
+use crate::tile::Tile;
 use std::panic::Location;
 
 /// The mbarriers of a ring.

@@ -1,6 +1,6 @@
 //! Configurations of the main kernel of backward: tiles, stages, registers and services, chosen by measurement.
 
-use crate::attention::backward::RegisterPressure;
+use crate::attention::backward::{Adds, RegisterPressure, Share};
 use crate::configs::{ConfigError, ConfigRow, ConfigTable, TileConfig, text};
 use serde::{Deserialize, Deserializer, Serialize, de};
 use std::fmt;
@@ -16,25 +16,6 @@ const TURNS: [u32; 3] = [1, 2, 4];
 /// Assumed cost of joining a piece of a split tile, in steps.
 const JOIN: u32 = 2;
 
-/// How the two warpgroups of a CTA share a tile.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Share {
-    /// A tile has 128 keys. Each warpgroup has d_k and d_v of 64 of them, in whole rows.
-    Keys,
-    /// A tile has 64 keys, whose rows do not fit the registers of one warpgroup. Each has half of the columns of all results, and
-    /// computes p and d_z of half of the queries, for both.
-    Columns,
-    /// A CTA pair shares one tile of 128 keys; each CTA has 64 of them. One warpgroup has d_v, the other d_k. Each CTA multiplies
-    /// half of d_q's columns over all 128 keys. Only for rows of 256 elements.
-    Pairs,
-    /// By `mma.sync`, on GPUs without `wgmma`, or if asked for: a tile has 128 keys, and a warp computes p and d_z of 32 keys
-    /// and half of the queries. Each warpgroup has half of the columns of d_k and d_v.
-    Warps32,
-    /// `mma.sync` with a tile of 64 keys, 16 for each warp: half the registers of [`Share::Warps32`], or rows twice as long.
-    Warps16,
-}
-
 /// When p is converted to the 16-bit operand of d_v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -43,19 +24,6 @@ pub enum Pack {
     Early,
     /// With d_z: takes fewer registers during the wait for d_p.
     Late,
-}
-
-/// The unit that adds d_q to its f32 sums in global memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Adds {
-    /// The threads that hold it in registers.
-    Threads,
-    /// The copy engine, from shared memory. d_q is multiplied transposed: rows of the product are 64 elements of d_q, columns are
-    /// queries, as many as registers allow. A warpgroup has 64 elements of longer rows, or all elements of shorter rows for half of
-    /// the queries.
-    #[serde(rename = "engine")]
-    CopyEngine,
 }
 
 /// A configuration of the main kernel.
@@ -266,25 +234,22 @@ impl BackwardConfig {
 
     /// Keys of a tile.
     pub fn keys(&self) -> u32 {
-        match self.share {
-            Share::Keys | Share::Pairs | Share::Warps32 => 128,
-            Share::Columns | Share::Warps16 => 64,
-        }
+        self.share.keys()
     }
 
     /// Keys of a CTA's part of a tile.
-    pub fn block_keys(&self) -> u32 {
-        self.keys() / self.blocks()
+    pub fn cta_keys(&self) -> u32 {
+        self.share.keys() / self.share.ctas()
     }
 
-    /// CTAs that have a tile together.
-    pub fn blocks(&self) -> u32 {
-        if self.share == Share::Pairs { 2 } else { 1 }
+    /// Queries of a step that a CTA loads.
+    pub fn cta_rows(&self) -> u32 {
+        self.rows / self.share.ctas()
     }
 
-    /// Parts in which the columns of d_o come.
-    pub fn d_o_parts(&self) -> u32 {
-        if self.share == Share::Pairs { 2 } else { 1 }
+    /// Whether the copy engine adds d_q.
+    pub fn has_bulk_reduce(&self) -> bool {
+        self.adds == Adds::CopyEngine
     }
 
     /// Elements of rows as the products see them. Missing elements are read as zeros. If warpgroups share columns, halves are whole
@@ -319,7 +284,7 @@ impl BackwardConfig {
         match (self.adds, self.rows) {
             (Adds::CopyEngine, rows) if dim > 64 => rows,
             (Adds::CopyEngine, rows) => rows / 2,
-            (Adds::Threads, 64) => dim / (2 * self.blocks()),
+            (Adds::Threads, 64) => dim / (2 * self.share.ctas()),
             (Adds::Threads, _) => dim,
         }
     }

@@ -6,7 +6,7 @@
 //! elements of two queries.
 
 use crate::attention::backward::tensors::RowArgs;
-use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape};
+use crate::attention::backward::{BackwardConfig, Features, KernelShape};
 use crate::params::{Lens, Params, Program};
 use crate::parts::arguments::DeviceTensor;
 use crate::parts::results::ResultType;
@@ -144,7 +144,7 @@ impl SumLayout {
     /// Layout of one step's d_q sums.
     pub fn of_queries(shape: &KernelShape) -> SumLayout {
         let (d, config) = (shape.dims[0], shape.config);
-        let (cols, transposed) = (config.cols(d), config.adds == Adds::CopyEngine);
+        let (cols, transposed) = (config.cols(d), config.has_bulk_reduce());
         SumLayout { rows: config.rows, d, cols, transposed, planes: config.is_sync() }
     }
 

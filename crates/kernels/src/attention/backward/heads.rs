@@ -118,7 +118,7 @@ where
                         false => batch.mul_wide(results.batch_stride),
                     };
                     let rows = StepRows { to: results.head::<T>(of_sequence, head), step: nth, q_len: rows, scale };
-                    let parts = Parts { first: first.at(w.constant(before)), part, count };
+                    let parts = ResultParts { first: first.at(w.constant(before)), part, count };
                     for from in (0..results.items()).step_by(ITEMS * THREADS as usize) {
                         parts.add_items(w, results, rows, from);
                     }
@@ -129,7 +129,7 @@ where
 }
 
 /// The parts of a result of 64 keys.
-struct Parts<'k> {
+struct ResultParts<'k> {
     /// The first part.
     first: Pointer<'k, f32>,
     /// Bytes from one part to the next.
@@ -137,7 +137,7 @@ struct Parts<'k> {
     count: Val<'k, u32>,
 }
 
-impl<'k> Parts<'k> {
+impl<'k> ResultParts<'k> {
     /// Adds items of all parts and stores the results: those of the thread, from an item on.
     fn add_items<T: Half>(&self, w: &Scope<'k, Block>, results: &Results<'k>, rows: StepRows<'k, T>, from: u32)
     where

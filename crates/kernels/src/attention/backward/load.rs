@@ -176,7 +176,7 @@ impl<'a, 'k> Load<'a, 'k> {
             }
             stages.queries.put(t, |t, stage| {
                 let (to, at) = (stage.tile(0), map.at(Of::Q, work, [zero, self.first_row(t, &step), step.head]));
-                stage.load_for_all(t, to.rows(t.cluster_rank(), rows / config.blocks()), &inputs.q, &at);
+                stage.load_for_all(t, to.rows(t.cluster_rank(), config.cta_rows()), &inputs.q, &at);
                 stage.load_numbers(t, inputs.shift.at(map.number(work, &step) * rows));
             });
             // After the first queries, which need not wait until the tile before has left.
@@ -186,7 +186,7 @@ impl<'a, 'k> Load<'a, 'k> {
                 let at = |of| map.at(of, work, [zero, first_key, map.kv_head(work.head)]);
                 stages.values.put(t, |t, stage| stage.load(t, stage.tile(0), &inputs.v, &at(Of::V)));
                 if let Some(pair) = pair {
-                    let (keys, half) = (config.block_keys(), self.0.dims[0] / 2);
+                    let (keys, half) = (config.cta_keys(), self.0.dims[0] / 2);
                     let first_other = (t.cluster_rank() ^ 1).mul_add(keys, work.tile * config.keys());
                     let at = map.at(Of::K, work, [t.cluster_rank() * half, first_other, work.head]);
                     pair.other_keys.put(t, |t, stage| stage.load(t, stage.tile(0), &pair.other_k, &at));
@@ -200,12 +200,12 @@ impl<'a, 'k> Load<'a, 'k> {
     /// Loads d_o of a step, in parts.
     fn put_outputs(&self, t: &Scope<'k, Thread>, work: &Work<'k>, step: &Step<'k>) {
         let Main { config, inputs, map, stages, .. } = self.0;
-        let (dv, parts) = (self.0.dims[1], config.d_o_parts());
+        let (dv, parts) = (self.0.dims[1], config.share.d_o_parts());
         for part in 0..parts {
             stages.outputs.put(t, |t, stage| {
                 let col = t.constant(part * (dv / parts));
                 let (to, at) = (stage.tile(0), map.at(Of::DO, work, [col, self.first_row(t, step), step.head]));
-                stage.load_for_all(t, to.rows(t.cluster_rank(), config.rows / config.blocks()), &inputs.d_o, &at);
+                stage.load_for_all(t, to.rows(t.cluster_rank(), config.cta_rows()), &inputs.d_o, &at);
                 stage.load_numbers(t, inputs.delta.at(map.number(work, step) * config.rows));
             });
         }
@@ -214,7 +214,7 @@ impl<'a, 'k> Load<'a, 'k> {
     /// The first row of a step that this CTA loads.
     fn first_row(&self, t: &Scope<'k, Thread>, step: &Step<'k>) -> Val<'k, u32> {
         let config = &self.0.config;
-        t.cluster_rank().mul_add(config.rows / config.blocks(), step.step * config.rows)
+        t.cluster_rank().mul_add(config.cta_rows(), step.step * config.rows)
     }
 
     /// Every step of a tile, of one query head after the other.

@@ -7,9 +7,9 @@
 
 use crate::attention::backward::d_q::service::{Actor, Log};
 use crate::attention::backward::load::Load;
-use crate::attention::backward::schedules::{bulk, columns, keys, pairs};
+use crate::attention::backward::schedules::roles;
 use crate::attention::backward::state::{Call, Main};
-use crate::attention::backward::{BackwardConfig, Features, KernelShape, Share};
+use crate::attention::backward::{BackwardConfig, Features, KernelShape};
 use crate::params::{Params, Program};
 use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Target, Warpgroups, Word};
 use std::rc::Rc;
@@ -45,17 +45,6 @@ where
     let main = Main::new::<T>(p, features, shape);
     k.role("load", Warpgroups(1).registers(config.registers[1]), |w| Load(&main).run(w));
     main.d_q.log.enter(Actor::Compute);
-    let warpgroups = |count| Warpgroups(count).registers(config.registers[0]);
-    if config.share == Share::Pairs {
-        let between = pairs::Between::new(&main);
-        k.role("values", warpgroups(1), |w| pairs::compute_values::<T>(w, &between));
-        k.role("keys", warpgroups(1), |w| pairs::compute_keys::<T>(w, &between));
-        return main.d_q.log.clone();
-    }
-    k.role("compute", warpgroups(2), |w| match config.share {
-        Share::Keys if main.d_q.bulk.is_some() => bulk::compute::<T>(w, &main),
-        Share::Keys => keys::compute::<T>(w, &main),
-        _ => columns::compute::<T>(w, &main),
-    });
+    roles::declare::<T>(&main);
     main.d_q.log.clone()
 }

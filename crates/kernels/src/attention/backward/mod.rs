@@ -28,6 +28,7 @@ pub mod plan;
 pub mod prepare;
 mod schedules;
 mod shape;
+mod share;
 pub mod sinks;
 mod spread;
 mod state;
@@ -37,8 +38,9 @@ mod tiles;
 mod walk;
 pub mod zero;
 
-pub use config::{Adds, BackwardConfig, Pack, Share};
+pub use config::{BackwardConfig, Pack};
 pub use features::Features;
 pub use modifiers::{ModifierGradients, RegisterPressure};
 pub use order::Order;
 pub use shape::{KernelShape, Spread};
+pub use share::{Adds, Share};

@@ -402,9 +402,9 @@ impl BackwardPlan {
 }
 
 /// The kernel and the bindings of a program that a call may not have.
-type Parts<C> = (Option<Arc<Kernel>>, Option<Bindings<C>>);
+type OptionalKernel<C> = (Option<Arc<Kernel>>, Option<Bindings<C>>);
 
-fn parts<C: 'static>(program: Option<Result<Program<C>, BuildError>>) -> Result<Parts<C>, BuildError> {
+fn parts<C: 'static>(program: Option<Result<Program<C>, BuildError>>) -> Result<OptionalKernel<C>, BuildError> {
     Ok(program.transpose()?.map(Program::split).unzip())
 }
 

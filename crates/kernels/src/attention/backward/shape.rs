@@ -1,6 +1,6 @@
 //! The part of a schedule on which the kernels' texts depend.
 
-use crate::attention::backward::{Adds, BackwardConfig, Features};
+use crate::attention::backward::{BackwardConfig, Features};
 use crate::parts::results::ResultType;
 
 /// Whether the query heads of a key/value head are spread over several CTAs. The main kernel then leaves f32 parts of d_k and
@@ -52,7 +52,7 @@ impl KernelShape {
     /// The shape for a problem whose sizes are not known: `rounds`, `splits`, `single` and `step_ranges` are false, and heads
     /// are not spread.
     pub fn plain(features: &Features, config: BackwardConfig) -> KernelShape {
-        let zero_fills = config.adds == Adds::CopyEngine && !features.ragged.any();
+        let zero_fills = config.has_bulk_reduce() && !features.ragged.any();
         let (dims, widths) = (config.padded(features.dims), config.widths(features.dims));
         KernelShape {
             config,

@@ -11,14 +11,14 @@ use crate::attention::backward::heads::HeadParts;
 use crate::attention::backward::modifiers::{ModifierArgs, ModifierParams};
 use crate::attention::backward::tensors::ThreadRows;
 use crate::attention::backward::tiles::{Of, TileMap, TileMapArgs, Work};
-use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape, Order, Share, Spread};
+use crate::attention::backward::{BackwardConfig, Features, KernelShape, Order, Spread};
 use crate::params::Params;
 use crate::parts::mask::Spans;
 use fulgurite_core::Exp;
 use fulgurite_ptx::device::{Span, TensorSpan};
 use fulgurite_ptx::{
-    Builder, ClusterBroadcast, Group, Half, Mailbox, Pair, PeerTiles, Pipe, Pointer, Scope, Swizzle, Tensor, TileShape,
-    Val, Who, Word,
+    Builder, ClusterBroadcast, Group, Half, Mailbox, Pair, PeerTiles, Pipe, Pointer, Scope, Tensor, TileShape, Val,
+    Who, Word,
 };
 use std::rc::Rc;
 
@@ -94,6 +94,14 @@ pub(crate) struct CtaPair<'k> {
     pub found: Ring<'k>,
 }
 
+impl<'k> CtaPair<'k> {
+    /// Index of a warpgroup's part of d_q among those of both CTAs.
+    #[track_caller]
+    fn quarter(&self, w: &Scope<'k, Group>, own: Val<'k, u32>) -> Val<'k, u32> {
+        w.cluster_rank() * 2 + own
+    }
+}
+
 /// The main kernel under construction.
 pub(crate) struct Main<'k> {
     pub k: &'k Builder,
@@ -128,25 +136,22 @@ impl<'k> Main<'k> {
         Pair<T>: Word,
     {
         let (k, config, [d, dv]) = (p.builder(), shape.config, shape.dims);
-        let pairs = config.share == Share::Pairs;
-        if pairs {
-            k.cluster(2);
+        let paired = config.share.ctas() > 1;
+        if paired {
+            k.cluster(config.share.ctas());
         }
         let log = Log::new();
         let tile = |rows, cols| tile::<T>(config, rows, cols);
         // Axes: element, row, head, batch. Ragged tensors have one more.
         let rank = if features.ragged.any() { 5 } else { 4 };
-        let result = |cols| match config.share {
-            Share::Keys => tile(64, cols),
-            _ => TileShape { cols: cols / 2, ..tile(64, cols) },
-        };
+        let result = |cols| config.share.result(tile(64, cols));
         // Each CTA of a pair loads its part of the rows, for both.
-        let (rows, keys) = (config.rows / config.blocks(), config.block_keys());
+        let (rows, keys) = (config.cta_rows(), config.cta_keys());
         let q = p.tensor("q", tile(rows, d), rank, |call| call.q.clone());
-        let d_o = p.tensor("d_o", tile(rows, dv / config.d_o_parts()), rank, |call| call.d_o.clone());
+        let d_o = p.tensor("d_o", tile(rows, dv / config.share.d_o_parts()), rank, |call| call.d_o.clone());
         let key = p.tensor("k", tile(keys, d), rank, |call| call.k.clone());
         let value = p.tensor("v", tile(keys, dv), rank, |call| call.v.clone());
-        let other_k = pairs.then(|| p.tensor("k_other", tile(keys, d / 2), rank, |call| call.k.clone()));
+        let other_k = paired.then(|| p.tensor("k_other", tile(keys, d / 2), rank, |call| call.k.clone()));
         let spreads = shape.spread != Spread::No;
         let parts = spreads.then(|| HeadParts::declare(p, |call: &Call| &call.head_parts, shape.widths));
         let d_k = (!spreads).then(|| p.tensor("d_k", result(d), rank, |call| call.d_k.clone()));
@@ -167,15 +172,14 @@ impl<'k> Main<'k> {
             [("k", d), ("v", dv)].map(|(name, cols)| k.pipe(name, config.key_depth, &[tile(keys, cols)]));
         let values = values.in_step(&keys);
         let other = other_k.map(|other_k| {
-            let other = tile(config.block_keys(), d / 2);
+            let other = tile(config.cta_keys(), d / 2);
             let other_keys = k.pipe("k_other", config.key_depth, &[other]).in_step(&keys);
             (other_k, other_keys, k.cluster_broadcast("ticket"))
         });
         let tickets = k.mailbox("tiles", config.key_depth, map.words()).in_step(&keys);
-        let reducer =
-            (config.adds == Adds::CopyEngine).then(|| k.bulk_reducer("d_q", 2, 64 * config.cols(d)).in_step(&queries));
+        let reducer = config.has_bulk_reduce().then(|| k.bulk_reducer("d_q", 2, 64 * config.cols(d)).in_step(&queries));
         let pair = other.map(|(other_k, other_keys, ticket)| {
-            let d_z = k.peer_tiles("d_z", 1, TileShape::new(T::NUMBER, config.block_keys(), config.rows));
+            let d_z = k.peer_tiles("d_z", 1, TileShape::new(T::NUMBER, config.cta_keys(), config.rows));
             (other_k, other_keys, ticket, d_z)
         });
         let ordered = match &pair {
@@ -224,20 +228,14 @@ impl<'k> Main<'k> {
     /// Index of a warpgroup's part of d_q, from the warpgroup's index in its CTA.
     #[track_caller]
     pub fn quarter(&self, w: &Scope<'k, Group>, own: Val<'k, u32>) -> Val<'k, u32> {
-        match self.config.share {
-            Share::Pairs => w.cluster_rank() * 2 + own,
-            _ => own,
-        }
+        self.pair.as_ref().map_or(own, |pair| pair.quarter(w, own))
     }
 
     /// The first key of the CTA's part of a tile.
     #[track_caller]
     pub fn first_key<W: Who>(&self, w: &Scope<'k, W>, work: &Work<'k>) -> Val<'k, u32> {
         let first = work.tile * self.config.keys();
-        match self.config.share {
-            Share::Pairs => w.cluster_rank().mul_add(self.config.block_keys(), first),
-            _ => first,
-        }
+        self.pair.as_ref().map_or(first, |_| w.cluster_rank().mul_add(self.config.cta_keys(), first))
     }
 }
 
@@ -268,10 +266,10 @@ where
 fn query_stages<'k, T: Half>(k: &'k Builder, shape: &KernelShape) -> (Pipe<'k>, Pipe<'k>) {
     let (config, [d, dv]) = (shape.config, shape.dims);
     let tile = |cols| tile::<T>(config, config.rows, cols);
-    if config.share == Share::Pairs {
+    if config.share.ctas() > 1 {
         // One stage more than d_o has parts: the remaining parts arrive while d_k and the next s are multiplied.
         let ring = |name, depth, cols| k.pipe_for_all(name, depth, &[tile(cols)], config.rows);
-        let parts = config.d_o_parts();
+        let parts = config.share.d_o_parts();
         return (ring("q", config.depth, d), ring("d_o", parts + 1, dv / parts));
     }
     let ring = |name, cols| k.pipe_with_numbers(name, config.depth, &[tile(cols)], config.rows);
@@ -281,13 +279,7 @@ fn query_stages<'k, T: Half>(k: &'k Builder, shape: &KernelShape) -> (Pipe<'k>, 
     (queries, outputs)
 }
 
-/// A tile of q, k, v or d_o. If warpgroups share columns, half a row must be whole chunks.
+/// A tile of q, k, v or d_o.
 pub(crate) fn tile<T: Half>(config: BackwardConfig, rows: u32, cols: u32) -> TileShape {
-    let shape = TileShape::new(T::NUMBER, rows, cols);
-    match config.share {
-        Share::Columns | Share::Pairs if !(cols / 2).is_multiple_of(shape.chunk()) => {
-            TileShape { swizzle: Swizzle::B64, ..shape }
-        }
-        _ => shape,
-    }
+    config.share.operand(TileShape::new(T::NUMBER, rows, cols))
 }

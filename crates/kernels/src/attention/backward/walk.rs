@@ -1,7 +1,6 @@
 //! The steps of a tile in the compute role: a warpgroup's position, and operations of all schedules on scores and
 //! results.
 
-use crate::attention::backward::Share;
 use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
 use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{END, FIRST, Of, Work};
@@ -156,11 +155,12 @@ impl<'a, 'k> Walk<'a, 'k> {
                 to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
             }
         };
-        // The last warpgroup of a CTA pair has no column of shorter rows: its d_q is zero.
-        let parts = self.main.widths[0].div_ceil(self.main.config.cols(self.main.dims[0]));
-        match self.main.config.share {
-            Share::Pairs if parts < 4 => w.when(self.main.quarter(w, self.own).lt(parts), add),
-            _ => add(w),
+        // Rows may end before the columns of the last warpgroup, whose d_q is then zero.
+        let cols = self.main.config.cols(self.main.dims[0]);
+        let [used, all] = [self.main.widths[0], self.main.dims[0]].map(|width| width.div_ceil(cols));
+        match used < all {
+            true => w.when(self.main.quarter(w, self.own).lt(used), add),
+            false => add(w),
         }
         if ends {
             self.main.d_q.after_add(w);

@@ -1,18 +1,17 @@
 //! The compute role of the forward kernel: warpgroups that turn tiles of queries into rows of O and the LSE.
 //!
 //! Two drivers use the same operations: [`ComputeRole::joined`] overlaps the start of the next tile with the end of
-//! this one, [`ComputeRole::parts`] ends a tile before it starts the next.
+//! this one, [`ComputeRole::separate`] ends a tile before it starts the next.
 
 use crate::attention::compute::{Compute, Cursor, Held, InTurn, Setup};
 use crate::attention::forward::construction::ForwardKernel;
 use crate::attention::forward::f32_output::F32Output;
 use crate::attention::forward::params::OutputMemory;
+use crate::attention::forward::tiling::WarpgroupPart;
 use crate::attention::source::KeySource;
 use crate::parts::epilogue::{CopyEngineOutput, Epilogue, Output};
-use crate::parts::modifier::TilePosition;
 use crate::parts::nonfinite::{Redo, ThreadRows};
 use crate::parts::schedule::{Work, WorkVars};
-use crate::parts::sequences::Counts;
 use crate::parts::softmax::Totals;
 use fulgurite_ptx::{Group, Half, Pair, Scope, Tile, Val, Word};
 
@@ -57,10 +56,8 @@ where
         core.in_turn = Some(InTurn { turns: w.turns(), early: config.early });
         let barrier = w.group_barrier();
         let group = w.group();
-        let own = if tiling.wide { w.constant(0u32) } else { group };
-        let first_column = tiling.wide.then(|| group * tiling.columns);
-        core.q_tile = (!tiling.wide).then_some(own);
-        core.v_tile = tiling.wide.then_some(group);
+        let WarpgroupPart { rows: own, first_column, q_tile, v_tile } = tiling.part(w, group);
+        (core.q_tile, core.v_tile) = (q_tile, v_tile);
         core.ones = kernel.ones;
         core.scoring.fuses = core.scoring.modifies && !kernel.features.modifiers.loads_move();
         let key_offset = (core.scoring.modifies && kernel.work_shape.first).then(|| Held::Carried(w.var(0u32)));
@@ -105,10 +102,7 @@ where
     }
 
     fn all_tiles(&self, w: &Scope<'k, Group>) {
-        let drive = |w: &Scope<'k, Group>| match self.kernel.tiling.joined {
-            true => self.joined(w),
-            false => self.parts(w),
-        };
+        let drive = |w: &Scope<'k, Group>| self.kernel.tiling.order.compute(|| self.joined(w), || self.separate(w));
         let first = self.next_tile(w);
         self.begin(first);
         match self.kernel.work_shape.ragged {
@@ -151,7 +145,7 @@ where
     }
 
     /// Each tile ends before the next one starts.
-    fn parts(&self, w: &Scope<'k, Group>) {
+    fn separate(&self, w: &Scope<'k, Group>) {
         let core = &self.core;
         w.repeat(|w, leave| {
             self.first_block(w);
@@ -182,9 +176,7 @@ where
         self.set_tile(w, &self.now.get());
         core.zero();
         self.kernel.rings.queries.wait(w);
-        if core.fold.scans() {
-            core.scan(w, &self.cursor, || self.now.get().blocks[0]);
-        }
+        self.kernel.tiling.order.before_first_block(|| core.scan(w, &self.cursor, || self.now.get().blocks[0]));
         core.see(w, &self.cursor, self.cursor.n.get());
         core.first(w, &core.p[0]);
     }
@@ -202,20 +194,12 @@ where
         if let Some(all_keys) = self.cursor.all_keys {
             all_keys.set(lengths.k);
         }
-        if !self.core.scoring.modifies {
-            return;
-        }
-        let counts = sequences.counts(work.sequence);
-        let Counts { q_len, k_len, first_key } = counts.expect("bug in fulgurite: modifiers without lengths");
-        if let Some(offset) = self.cursor.key_offset {
-            offset.set(first_key);
-        }
-        let rows = [0, 8].map(|below| self.first_row(work) + w.first_row().to_i32() + below).to_vec();
-        let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        self.core
-            .scoring
-            .modify
-            .set(w, &TilePosition { batch: work.batch, heads: vec![work.head; 2], rows, q_len, k_len });
+        self.core.scoring.prepare_modifiers(
+            w,
+            (sequences, work),
+            || [0, 8].map(|below| self.first_row(work) + w.first_row().to_i32() + below).to_vec(),
+            |first_key| self.cursor.key_offset.iter().for_each(|offset| offset.set(first_key)),
+        );
     }
 
     /// Writes the rows of a tile. Masks and modifiers may already be prepared for the `next` one.

@@ -136,11 +136,6 @@ impl ForwardConfig {
         Some(ForwardConfig { groups, cols, registers, early: self.early.min(cols / 16), ..self })
     }
 
-    /// Whether the next tile starts while this one ends.
-    pub(crate) fn joined(&self) -> bool {
-        self.end == End::Joined
-    }
-
     /// Queries per tile, if warpgroups do not share rows.
     pub(crate) fn rows(&self) -> u32 {
         64 * self.groups

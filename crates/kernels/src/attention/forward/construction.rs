@@ -4,10 +4,10 @@ use crate::attention::compute::Rings;
 use crate::attention::forward::call::ForwardCall;
 use crate::attention::forward::config::{End, ForwardConfig};
 use crate::attention::forward::features::Features;
-use crate::attention::forward::load::Loading;
+use crate::attention::forward::load::{LoadParams, Loading};
 use crate::attention::forward::params::ForwardParams;
 use crate::attention::forward::tiling::Tiling;
-use crate::attention::source::{Interval, KeySource, Listed, Nearest};
+use crate::attention::source::{Interval, KeyBlockParams, KeySource, Nearest};
 use crate::params::Params;
 use crate::parts::mask::Spans;
 use crate::parts::row_sums::Added;
@@ -60,8 +60,7 @@ where
         let spans = Spans::of(&features.mask);
         let (d, dv) = (features.dims[0], tiling.columns);
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
-        let q_stages = if tiling.joined { 2 } else { 1 };
-        let queries = k.pipe("q", q_stages, &vec![shape(64, d); tiling.q_tiles as usize]);
+        let queries = k.pipe("q", tiling.order.query_stages(), &vec![shape(64, d); tiling.q_tiles as usize]);
         let key_shape = [shape(config.cols, d)];
         let keys = match params.lists.is_some() || starts_nearest(features, &spans) {
             true => k.tagged_pipe("k", config.depth, &key_shape),
@@ -81,35 +80,23 @@ where
 
     /// The source of the kernel's keys.
     pub fn source(&self) -> Box<dyn KeySource<'k> + '_> {
-        let (sequences, cols) = (&self.params.sequences, self.config.cols);
-        let interval = Interval { spans: &self.spans, sequences, cols };
-        match &self.params.lists {
-            Some(lists) => Box::new(Listed { lists, sequences, cols }),
-            None if starts_nearest(self.features, &self.spans) => {
-                Box::new(Nearest { interval, rows: self.tiling.rows })
-            }
-            None => Box::new(interval),
+        let (spans, sequences, cols) = (&self.spans, &self.params.sequences, self.config.cols);
+        let lists = self.params.lists.as_ref();
+        match lists.is_none() && starts_nearest(self.features, spans) {
+            true => Box::new(Nearest { interval: Interval { spans, sequences, cols }, rows: self.tiling.rows }),
+            false => KeyBlockParams { spans, sequences, lists, cols }.source(),
         }
     }
 
     /// What the loading thread loads, and where.
     pub fn loading(&self) -> Loading<'_, 'k> {
-        let params = &self.params;
         Loading {
+            params: LoadParams::of(&self.params),
             tickets: &self.tickets,
-            counters: params.counters,
-            sequences: &params.sequences,
-            bands: params.bands.as_ref(),
-            heads: params.heads,
-            group: params.group,
-            q: params.q,
-            keys: params.keys,
-            values: params.values,
             rings: &self.rings,
             spans: &self.spans,
             work_shape: self.work_shape,
             tiling: self.tiling,
-            q_rows: 64,
             cols: self.config.cols,
             tags_ride: true,
         }

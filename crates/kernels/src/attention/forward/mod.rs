@@ -16,6 +16,7 @@ pub(crate) mod facts;
 pub mod features;
 mod load;
 pub mod mma_sync;
+mod order;
 mod params;
 pub mod plan;
 pub mod tcgen05;

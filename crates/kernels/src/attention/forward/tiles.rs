@@ -20,8 +20,8 @@ pub(super) struct FoundTile<'k> {
 
 /// The tiles of a batch, ordered by index and found by threads `W`.
 pub(super) trait Tiles<'k, W: Who> {
-    /// Whether every CTA has a first tile.
-    fn always_some(&self) -> bool;
+    /// Calls `some` if the CTA has a first tile, else `none`. The first tile has the CTA's index.
+    fn first(&self, t: &Scope<'k, W>, some: &dyn Fn(&Scope<'k, W>), none: &dyn Fn(&Scope<'k, W>));
 
     /// Whether a tile exists. Callers must ask in ascending order.
     fn seek(&self, t: &Scope<'k, W>, tile: Val<'k, u32>) -> Val<'k, bool>;
@@ -68,8 +68,9 @@ struct DenseTiles<'a, 'k> {
 }
 
 impl<'k, W: Who> Tiles<'k, W> for DenseTiles<'_, 'k> {
-    fn always_some(&self) -> bool {
-        true
+    /// The grid has at most one CTA for each tile.
+    fn first(&self, t: &Scope<'k, W>, some: &dyn Fn(&Scope<'k, W>), _: &dyn Fn(&Scope<'k, W>)) {
+        some(t);
     }
 
     fn seek(&self, _: &Scope<'k, W>, tile: Val<'k, u32>) -> Val<'k, bool> {
@@ -102,8 +103,9 @@ struct RaggedTiles<'a, 'k> {
 }
 
 impl<'k, W: Who> Tiles<'k, W> for RaggedTiles<'_, 'k> {
-    fn always_some(&self) -> bool {
-        false
+    fn first(&self, t: &Scope<'k, W>, some: &dyn Fn(&Scope<'k, W>), none: &dyn Fn(&Scope<'k, W>)) {
+        let exists = self.seek(t, t.cta());
+        t.choose(exists, |t| some(t), |t| none(t));
     }
 
     fn seek(&self, t: &Scope<'k, W>, tile: Val<'k, u32>) -> Val<'k, bool> {

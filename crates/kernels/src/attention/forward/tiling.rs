@@ -2,7 +2,8 @@
 
 use crate::attention::forward::config::ForwardConfig;
 use crate::attention::forward::features::Features;
-use fulgurite_core::Exp;
+use crate::attention::forward::order::TileOrder;
+use fulgurite_ptx::{Group, Scope, Val};
 
 /// How the warpgroups of a CTA share a tile.
 ///
@@ -11,8 +12,8 @@ use fulgurite_core::Exp;
 /// up to 512. Otherwise each warpgroup has its own 64 rows and all columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tiling {
-    /// Whether warpgroups share columns.
-    pub wide: bool,
+    /// Whether warpgroups share the columns of a row.
+    by_columns: bool,
     /// Queries per tile.
     pub rows: u32,
     /// Columns of v and o per warpgroup.
@@ -21,24 +22,56 @@ pub(crate) struct Tiling {
     pub q_tiles: u32,
     /// Tiles of v per stage.
     pub v_tiles: u32,
-    /// Whether the next tile starts while this one ends.
-    pub joined: bool,
-    /// Whether all scores of a tile are seen before its first p.
-    pub scans: bool,
+    /// Rows per tile of q in shared memory.
+    pub q_rows: u32,
+    pub order: TileOrder,
+}
+
+/// The part of a tile that a warpgroup has.
+pub(crate) struct WarpgroupPart<'k> {
+    /// Index of the warpgroup's rows in the tile.
+    pub rows: Val<'k, u32>,
+    /// The warpgroup's first column of v and o, if warpgroups share columns.
+    pub first_column: Option<Val<'k, u32>>,
+    /// Index of the warpgroup's tile in a stage of queries, if a stage has several.
+    pub q_tile: Option<Val<'k, u32>>,
+    /// Index of the warpgroup's tile in a stage of values, if a stage has several.
+    pub v_tile: Option<Val<'k, u32>>,
 }
 
 impl Tiling {
     pub fn new(features: &Features, config: &ForwardConfig) -> Tiling {
-        let (wide, groups) = (features.wide(), config.groups);
-        let scans = matches!(features.exp, Exp::Sas { .. });
-        Tiling {
-            wide,
-            rows: if wide { 64 } else { config.rows() },
-            columns: if wide { features.dims[1] / groups } else { features.dims[1] },
-            q_tiles: if wide { 1 } else { groups },
-            v_tiles: if wide { groups } else { 1 },
-            joined: config.joined(),
-            scans,
+        let (groups, order) = (config.groups, TileOrder::new(features, config));
+        let by_rows = Tiling::by_rows(features, [64, groups], order);
+        match features.wide() {
+            true => Tiling {
+                by_columns: true,
+                rows: 64,
+                columns: features.dims[1] / groups,
+                q_tiles: 1,
+                v_tiles: groups,
+                ..by_rows
+            },
+            false => by_rows,
+        }
+    }
+
+    /// Each of the `groups` warpgroups has rows of its own, `q_rows` of them.
+    pub fn by_rows(features: &Features, [q_rows, groups]: [u32; 2], order: TileOrder) -> Tiling {
+        let (rows, columns) = (q_rows * groups, features.dims[1]);
+        Tiling { by_columns: false, rows, columns, q_tiles: groups, v_tiles: 1, q_rows, order }
+    }
+
+    /// The part of the warpgroup with index `group`.
+    pub fn part<'k>(&self, w: &Scope<'k, Group>, group: Val<'k, u32>) -> WarpgroupPart<'k> {
+        match self.by_columns {
+            false => WarpgroupPart { rows: group, first_column: None, q_tile: Some(group), v_tile: None },
+            true => WarpgroupPart {
+                rows: w.constant(0u32),
+                first_column: Some(group * self.columns),
+                q_tile: None,
+                v_tile: Some(group),
+            },
         }
     }
 

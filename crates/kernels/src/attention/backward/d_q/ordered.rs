@@ -27,46 +27,78 @@ const DEPTH: u32 = 4;
 /// Marks that the thread that starts the copy engine has no turn.
 const NONE: u32 = u32::MAX;
 
-/// Steps of a turn, from a multiple of this number on. A tile waits before its first step of a turn and signals after its last.
-fn turn(config: &BackwardConfig) -> u32 {
-    if config.adds == Adds::CopyEngine { config.turn } else { 1 }
-}
-
 /// Parts of a step that have turns of their own: one for each warpgroup that has the copy engine add, or each CTA of a pair.
 pub(crate) fn parts(config: &BackwardConfig) -> u32 {
-    match (config.adds, config.share) {
-        (Adds::CopyEngine, _) | (_, Share::Pairs) => 2,
-        (Adds::Threads, _) => 1,
-    }
+    Adder::of(config).parts
 }
 
-/// The unit that adds d_q, which determines the threads that take part in a turn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Adder {
-    Threads,
-    Bulk,
-    Pairs,
+/// The unit that adds d_q in turns: the threads that take part, and what they tell each other.
+struct Adder {
+    /// The service's name in the table.
+    service: &'static str,
+    /// Parts of a step that have turns of their own.
+    parts: u32,
+    /// Steps of a turn, from a multiple of this number on. A tile waits before its first step of a turn and signals after its
+    /// last.
+    turn: u32,
+    /// Messages in flight.
+    depth: u32,
+    /// How many threads or warps each hand of a message has.
+    hands: Vec<u32>,
+    /// The event of each hand, for the table.
+    events: &'static [&'static str],
+    /// The hand of the warps that compute.
+    compute: usize,
+    /// Warps of the load role that wait for turns and signal.
+    warps: &'static [u32],
+    /// Whether the loading thread posts each step. Otherwise the thread that takes turns knows the steps.
+    posts: bool,
 }
 
 impl Adder {
     fn of(config: &BackwardConfig) -> Adder {
         match (config.adds, config.share) {
-            (Adds::CopyEngine, _) => Adder::Bulk,
-            (Adds::Threads, Share::Pairs) => Adder::Pairs,
-            (Adds::Threads, _) => Adder::Threads,
-        }
-    }
-
-    fn service(self) -> &'static str {
-        match self {
-            Adder::Threads => "ordered (threads)",
-            Adder::Bulk => "ordered (bulk)",
-            Adder::Pairs => "ordered (pairs)",
+            // The threads that start the copy engine take part in turns (`bulk_reduce`).
+            (Adds::CopyEngine, _) => Adder {
+                service: "ordered (bulk)",
+                parts: 2,
+                turn: config.turn,
+                depth: DEPTH,
+                hands: vec![1, 2],
+                events: &["step posted", "message free"],
+                compute: COMPUTE,
+                warps: &[],
+                posts: true,
+            },
+            // The thread reads tiles that another finds, so the load role has its job (`load`).
+            (Adds::Threads, Share::Pairs) => Adder {
+                service: "ordered (pairs)",
+                parts: 2,
+                turn: 1,
+                depth: 1,
+                hands: vec![1, 8],
+                events: &["turn has come", "step added"],
+                compute: PAIR_COMPUTE,
+                warps: &[],
+                posts: false,
+            },
+            (Adds::Threads, _) => Adder {
+                service: "ordered (threads)",
+                parts: 1,
+                turn: 1,
+                depth: DEPTH,
+                hands: vec![1, 1, 8, 1],
+                events: &["step posted", "turn has come", "step added", "message free"],
+                compute: COMPUTE,
+                warps: &[1, 2],
+                posts: true,
+            },
         }
     }
 }
 
-/// Hands of a message. The load thread posts it, except with CTA pairs.
+/// A message passes through the hands of several threads, one after the other. Hand 0 posts it: the load thread, except with
+/// CTA pairs.
 const WAIT: usize = 1;
 const COMPUTE: usize = 2;
 const SIGNAL: usize = 3;
@@ -84,11 +116,7 @@ pub(crate) struct Ordered<'k> {
     adder: Adder,
     /// For the first step of each turn of each head, or each part of it: one more than the tile that added last.
     last: Flags<'k>,
-    parts: u32,
-    turn: u32,
     messages: Ring<'k>,
-    /// The hand of the warps that compute.
-    compute: usize,
 }
 
 impl<'k> Ordered<'k> {
@@ -99,36 +127,29 @@ impl<'k> Ordered<'k> {
         config: &BackwardConfig,
         log: &Rc<Log>,
     ) -> Self {
-        let (k, parts, adder) = (p.builder(), parts(config), Adder::of(config));
-        let (ring, events, compute): (_, &[&str], _) = match adder {
-            Adder::Pairs => (k.token_ring("turns", 1, &[1, 8]), &["turn has come", "step added"], PAIR_COMPUTE),
-            Adder::Threads => {
-                let events = &["step posted", "turn has come", "step added", "message free"];
-                (k.token_ring("turns", DEPTH, &[1, 1, 8, 1]), events, COMPUTE)
-            }
-            Adder::Bulk => (k.token_ring("turns", DEPTH, &[1, parts]), &["step posted", "message free"], COMPUTE),
-        };
+        let adder = Adder::of(config);
+        let ring = p.builder().token_ring("turns", adder.depth, &adder.hands);
         let last = p.array("turns", move |call| given(args(call)).last);
-        let last = Flags::new(last, adder.service(), "tile before has added", log);
-        let messages = Ring::new(ring, adder.service(), events, log);
-        Ordered { adder, last, parts, turn: turn(config), messages, compute }
+        let last = Flags::new(last, adder.service, "tile before has added", log);
+        let messages = Ring::new(ring, adder.service, adder.events, log);
+        Ordered { adder, last, messages }
     }
 
     /// The service's name in the table.
     pub fn name(&self) -> &'static str {
-        self.adder.service()
+        self.adder.service
     }
 
     /// With CTA pairs: warps that compute add a step when they are done with the d_z it comes from.
     pub fn behind(self, d_z: &PeerTiles<'k>) -> Self {
-        let compute = self.compute;
+        let compute = self.adder.compute;
         Ordered { messages: self.messages.map(|ring| ring.behind(compute, d_z)), ..self }
     }
 
     /// CTA pairs, one thread of the load role: waits for the turn of the CTA's part of a step, lets the warps add, and signals.
     pub fn take(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, work: &Work<'k>, step: [Val<'k, u32>; 2]) {
         let ([number, step], tile) = (step, work.tile);
-        let own = number.mul_add(self.parts, t.cluster_rank());
+        let own = number.mul_add(self.adder.parts, t.cluster_rank());
         let before = tile_before(map, tile, step, work.sequence);
         t.when(before.ne(0), |t| self.last.wait_for(t, own, before));
         self.messages.post(t, [own, step, tile + 1, t.constant(0)]);
@@ -149,7 +170,7 @@ impl<'k> Ordered<'k> {
         let [number, step, after, batch] = self.messages.read(t, WAIT);
         t.when(after.ne(0), |t| {
             let (tile, sequence) = (after - 1, map.sequence(t, batch));
-            let last = step | (self.turn - 1);
+            let last = step | (self.adder.turn - 1);
             until.iter().for_each(|until| until.set(last.min(map.steps_of(tile, sequence)[1] - 1)));
             let before = tile_before(map, tile, last, sequence);
             t.when(before.ne(0), |t| self.last.wait_for(t, self.word([number, step], part), before));
@@ -159,8 +180,8 @@ impl<'k> Ordered<'k> {
 
     /// The word of a part of a step's turn.
     fn word(&self, [number, step]: [Val<'k, u32>; 2], part: u32) -> Val<'k, u32> {
-        let first = if self.turn == 1 { number } else { number - (step & (self.turn - 1)) };
-        first * self.parts + part
+        let first = if self.adder.turn == 1 { number } else { number - (step & (self.adder.turn - 1)) };
+        first * self.adder.parts + part
     }
 
     /// Copy engine: a variable for the last step of the current turn. It starts as `NONE`: no turn.
@@ -192,14 +213,7 @@ impl<'k> Ordered<'k> {
 
 impl<'k> Service<'k> for Ordered<'k> {
     fn jobs(&self) -> Vec<Job> {
-        let warps: &[u32] = match self.adder {
-            Adder::Threads => &[1, 2],
-            // The threads that start the copy engine take part in turns (`bulk_reduce`).
-            Adder::Bulk => &[],
-            // The thread reads tiles that another finds, so the load role has its job (`load`).
-            Adder::Pairs => &[],
-        };
-        warps.iter().map(|warp| Job::new(self.adder.service(), *warp)).collect()
+        self.adder.warps.iter().map(|warp| Job::new(self.adder.service, *warp)).collect()
     }
 
     fn waits_for_tiles(&self) -> bool {
@@ -207,15 +221,14 @@ impl<'k> Service<'k> for Ordered<'k> {
     }
 
     fn on_step(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, work: &Work<'k>, step: &Step<'k>) {
-        // With CTA pairs the thread that takes turns knows the steps.
-        if self.adder != Adder::Pairs {
+        if self.adder.posts {
             let number = map.number(work, step);
             self.messages.post(t, [number, step.step, work.tile + 1, work.batch]);
         }
     }
 
     fn on_end(&self, t: &Scope<'k, Thread>) {
-        if self.adder != Adder::Pairs {
+        if self.adder.posts {
             self.messages.post_end(t);
         }
     }
@@ -239,11 +252,11 @@ impl<'k> Service<'k> for Ordered<'k> {
     }
 
     fn before_add(&self, w: &Scope<'k, Group>) {
-        self.messages.wait(w, self.compute);
+        self.messages.wait(w, self.adder.compute);
     }
 
     fn after_add(&self, w: &Scope<'k, Group>) {
-        self.messages.pass_together(w, self.compute);
+        self.messages.pass_together(w, self.adder.compute);
     }
 }
 

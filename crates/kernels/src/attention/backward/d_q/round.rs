@@ -39,7 +39,7 @@ const FOURS: usize = 8;
 /// Messages in flight: one for a tile, and one for the next, whose first queries are being loaded.
 const DEPTH: u32 = 2;
 
-/// Hands of a message after the load thread, which posts it.
+/// A message passes through the hands of several threads, one after the other. The load thread posts it, as hand 0.
 const WAIT: usize = 1;
 const COMPUTE: usize = 2;
 const SIGNAL: usize = 3;
@@ -259,8 +259,8 @@ impl<'k> Round<'k> {
         self.sums.at_wide(step.mul_wide(self.step[0] * self.step[1]))
     }
 
-    /// Calls `f` for each of the warpgroup's items of a part that the thread has at once: with the item's `sums`, its step in
-    /// the pair, and its number in the step.
+    /// Calls `f` for each item that the thread has in registers at a time, [`ITEMS`] at most: with the item's `sums`, its step
+    /// in the pair, and its number in the step.
     fn each_item(
         &self,
         w: &Scope<'k, Group>,
@@ -307,7 +307,7 @@ impl<'k> Round<'k> {
         });
     }
 
-    /// Loads and converts the warpgroup's half of a part, from an item on.
+    /// Loads and converts the warpgroup's half of a part, from item `first` on.
     fn round_items<T: Half>(
         &self,
         w: &Scope<'k, Group>,

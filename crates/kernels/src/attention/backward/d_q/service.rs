@@ -113,13 +113,13 @@ pub(crate) struct Signals {
 }
 
 /// The events that the code of a kernel waits for and signals, by service and thread.
-pub(crate) type Rows = BTreeMap<(&'static str, Actor), Signals>;
+pub(crate) type SignalTable = BTreeMap<(&'static str, Actor), Signals>;
 
 /// Waits and signals of a kernel under construction.
 #[derive(Debug)]
 pub(crate) struct Log {
     actor: Cell<Actor>,
-    rows: RefCell<Rows>,
+    rows: RefCell<SignalTable>,
 }
 
 impl Log {
@@ -149,7 +149,7 @@ impl Log {
 
     /// The complete log.
     #[cfg(test)]
-    pub fn rows(&self) -> Rows {
+    pub fn rows(&self) -> SignalTable {
         self.rows.borrow().clone()
     }
 }

@@ -1,6 +1,6 @@
 //! The table of services in the module's header is what the kernels' code does.
 
-use crate::attention::backward::d_q::service::{Rows, Signals};
+use crate::attention::backward::d_q::service::{SignalTable, Signals};
 use crate::attention::backward::plan::BackwardPlan;
 use crate::attention::backward::state::Call;
 use crate::attention::backward::{BackwardConfig, Features, KernelShape, Order, main};
@@ -9,8 +9,8 @@ use fulgurite_core::{DType, Mask, cases};
 use fulgurite_ptx::{Target, bf16};
 
 /// The events that the main kernel of these features waits for and signals.
-fn rows(features: &Features, shape: &KernelShape) -> Rows {
-    let mut rows = Rows::new();
+fn rows(features: &Features, shape: &KernelShape) -> SignalTable {
+    let mut rows = SignalTable::new();
     let program = Program::<Call>::build("attention_backward", Target::HOPPER, |p| {
         rows = main::build::<bf16>(p, features, shape).rows();
     });
@@ -19,9 +19,9 @@ fn rows(features: &Features, shape: &KernelShape) -> Rows {
 }
 
 /// The events that kernels with every service wait for and signal.
-fn all_rows() -> Rows {
+fn all_rows() -> SignalTable {
     let features = |dim, order| Features { order, ..Features::plain([dim, dim], Mask::none()) };
-    let mut all = Rows::new();
+    let mut all = SignalTable::new();
     let mut add = |features: &Features, shape: &KernelShape| {
         for (key, Signals { waits, signals }) in rows(features, shape) {
             let row = all.entry(key).or_default();
@@ -51,7 +51,7 @@ fn all_rows() -> Rows {
 }
 
 /// The table as text, as it stands in the header.
-fn table(rows: &Rows) -> Vec<String> {
+fn table(rows: &SignalTable) -> Vec<String> {
     let list = |events: &std::collections::BTreeSet<&str>| events.iter().copied().collect::<Vec<_>>().join(", ");
     let line = |((service, actor), row): (&(&str, _), &Signals)| {
         let (actor, waits, signals): (&super::service::Actor, _, _) = (actor, list(&row.waits), list(&row.signals));

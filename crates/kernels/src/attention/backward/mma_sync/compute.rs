@@ -15,7 +15,7 @@ use crate::parts::mask::{Block, Limits};
 use crate::parts::row_memory::Storers;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    Group, Half, Major, Operand, Pair, Pointer, RoleBarrier, RowView, Scope, Swizzle, Tile, TileShape, Val, Var,
+    Group, Half, Major, Pair, Pointer, RoleBarrier, RowView, Scope, Swizzle, Tile, TileOperand, TileShape, Val, Var,
     WarpAcc, Word,
 };
 use std::marker::PhantomData;
@@ -211,7 +211,7 @@ where
     }
 
     /// A warpgroup's half of the columns of a tile that is summed over its rows.
-    fn columns(&self, tile: Tile<'k>, all: u32, zero: Val<'k, u32>) -> (Operand<'k>, Val<'k, u32>) {
+    fn columns(&self, tile: Tile<'k>, all: u32, zero: Val<'k, u32>) -> (TileOperand<'k>, Val<'k, u32>) {
         let half = all / 2;
         match half.is_multiple_of(CHUNK) {
             // Whole chunks lie at constant distances, which take no registers.
@@ -303,7 +303,7 @@ where
         }
     }
 
-    /// Stores d_k and d_v through the memory of k and v, which nobody reads any longer.
+    /// Stores d_k and d_v through the memory of k and v, which no warp reads any longer.
     fn finish(&self, w: &Scope<'k, Group>) {
         let SyncBackward { params, keys, dims: [d, dv], k, v, .. } = self.kernel;
         let [to_k, to_v] = [(k, *d), (v, *dv)].map(|(tile, cols)| tile.overlay(halved::<T>(*keys, cols)));

@@ -1,7 +1,6 @@
 //! Tile configurations of the `mma.sync` kernel of backward, by head dimension and shared memory.
 
-use crate::attention::backward::Features;
-use crate::attention::backward::config::{Adds, BackwardConfig, Pack, Share};
+use crate::attention::backward::{Adds, BackwardConfig, Features, Pack, Share};
 use fulgurite_ptx::{Arch, TensorUnit};
 
 /// Bytes of an element.

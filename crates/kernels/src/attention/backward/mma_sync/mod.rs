@@ -13,7 +13,7 @@ mod stages;
 
 use crate::attention::backward::mma_sync::compute::SyncBackward;
 use crate::attention::backward::state::Call;
-use crate::attention::backward::{BackwardConfig, Features, KernelShape, Share};
+use crate::attention::backward::{BackwardConfig, Features, KernelShape};
 use crate::params::{Params, Program};
 use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Target, Warpgroups, Word};
 
@@ -34,8 +34,8 @@ pub(crate) fn program<T: Half>(
 where
     Pair<T>: Word,
 {
-    Program::build("attention_backward_sync", target, |p| match shape.config.share {
-        Share::Warps32 => build::<2, T>(p, features, shape),
+    Program::build("attention_backward_sync", target, |p| match shape.config.share.key_blocks_per_warp() {
+        2 => build::<2, T>(p, features, shape),
         _ => build::<1, T>(p, features, shape),
     })
 }

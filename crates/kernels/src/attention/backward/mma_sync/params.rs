@@ -56,7 +56,7 @@ impl<'k> SyncParams<'k> {
         let sums = p.pointer::<f32>("sums", |call| call.sums);
         let spans = Spans::of(&features.mask).transposed();
         let map = TileMap::declare(p, |call: &Call| &call.map, (shape, false, ragged), spans);
-        // Nobody waits for anybody: the log stays empty.
+        // The kernel has no service that waits, so the log stays empty.
         let modifiers = (&features.modifiers, ragged.any());
         let modifiers = ModifierParams::declare(p, |call: &Call| &call.modifiers, modifiers, &Log::new());
         let scale_log2 = p.f32("scale_log2", |call| call.scale_log2);

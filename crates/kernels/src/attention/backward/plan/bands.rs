@@ -25,7 +25,7 @@ const CACHE_BYTES: u64 = 32 << 20;
 
 /// Inputs from which bands are made.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Tiling {
+pub(crate) struct BandInputs {
     /// Pairs of key/value head and sequence.
     pub pairs: u64,
     /// Key tiles of a pair.
@@ -63,8 +63,8 @@ pub(crate) struct Bands {
 }
 
 impl Bands {
-    pub fn new(tiling: &Tiling, config: &BackwardConfig) -> Bands {
-        let &Tiling { pairs, tiles, rounds, .. } = tiling;
+    pub fn new(tiling: &BandInputs, config: &BackwardConfig) -> Bands {
+        let &BandInputs { pairs, tiles, rounds, .. } = tiling;
         let band = tiling.band(config);
         let places = tiling.places(config, band);
         let last = tiling.last(config, band, places);
@@ -96,22 +96,22 @@ impl Bands {
 
 /// The d_q of a pair, divided into parts. Each tile converts one part at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Parts {
+pub(crate) struct RoundParts {
     /// Steps of a part.
     pub steps: u64,
     /// Parts that have steps.
     pub count: u64,
 }
 
-impl Parts {
+impl RoundParts {
     /// Parts of the `steps` of all query heads of a pair that has this many tiles.
-    pub fn new(steps: u64, tiles: u64) -> Parts {
+    pub fn new(steps: u64, tiles: u64) -> RoundParts {
         let of_part = steps.div_ceil(tiles);
-        Parts { steps: of_part, count: steps.div_ceil(of_part) }
+        RoundParts { steps: of_part, count: steps.div_ceil(of_part) }
     }
 }
 
-impl Tiling {
+impl BandInputs {
     /// Pairs of a band.
     fn band(&self, config: &BackwardConfig) -> u64 {
         let band = match (config.pairs, self.order) {

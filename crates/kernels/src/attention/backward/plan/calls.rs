@@ -4,7 +4,7 @@ use crate::attention::backward::d_q::zero_fill::ZEROS;
 use crate::attention::backward::d_q::{exact, ordered, round, split_tiles, zero_fill};
 use crate::attention::backward::finish::{self, ResultArgs};
 use crate::attention::backward::modifiers::{AuxGradientArgs, ModifierArgs};
-use crate::attention::backward::plan::bands::Parts;
+use crate::attention::backward::plan::bands::RoundParts;
 use crate::attention::backward::plan::deal::Deal;
 use crate::attention::backward::plan::scratch::Scratch;
 use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, UNIT, seen};
@@ -218,7 +218,7 @@ impl BackwardPlan {
         if tiles == 0 {
             return Ok(None);
         }
-        let cluster = self.config().blocks();
+        let cluster = self.config().share.ctas();
         // The `mma.sync` kernel has a CTA for each tile.
         let clusters = match self.config().is_sync() {
             true => u64::MAX,
@@ -300,7 +300,7 @@ impl BackwardPlan {
 
     fn round(&self, tensors: &Tensors, added: Span, rounded: Span) -> round::Args {
         let (bands, steps) = (&self.schedule.bands, self.schedule.steps);
-        let parts = Parts::new(self.schedule.spread.most() * steps, bands.tiles);
+        let parts = RoundParts::new(self.schedule.spread.most() * steps, bands.tiles);
         round::Args {
             d_q: self.results(tensors),
             added,

@@ -129,11 +129,11 @@ impl Facts {
         };
         Load {
             group: self.group(),
-            ctas: u64::from(self.arch.sms / config.blocks()).max(1),
+            ctas: u64::from(self.arch.sms / config.share.ctas()).max(1),
             longest,
             all: all * self.heads[1] as f64,
             // Three products with rows of d elements, two with rows of dv.
-            step: 2.0 * rows * keys * (3.0 * d + 2.0 * dv) / (FLOPS * f64::from(config.blocks())),
+            step: 2.0 * rows * keys * (3.0 * d + 2.0 * dv) / (FLOPS * f64::from(config.share.ctas())),
             part_bytes: self.heads[1] as f64 * k_rows as f64 * (d + dv) * 4.0,
             splits,
         }

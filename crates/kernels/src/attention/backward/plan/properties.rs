@@ -2,7 +2,7 @@
 //! once, and memory is reused only when it is free. Planted wrong rules are found.
 
 use crate::attention::backward::plan::BackwardPlan;
-use crate::attention::backward::plan::bands::{Bands, Parts, Tiling};
+use crate::attention::backward::plan::bands::{BandInputs, Bands, RoundParts};
 use crate::attention::backward::plan::deal::{Deal, Tiles};
 use crate::attention::backward::{BackwardConfig, Order, prepare};
 use fulgurite_core::{DType, Mask, Problem};
@@ -34,7 +34,7 @@ fn numbers(bands: &Bands) -> Result<Vec<Vec<u64>>, String> {
 }
 
 /// Checks bands whose parts come with the first `with_parts` tiles.
-fn check(bands: &Bands, parts: Parts, with_parts: u64) -> Result<(), String> {
+fn check(bands: &Bands, parts: RoundParts, with_parts: u64) -> Result<(), String> {
     let numbers = numbers(bands)?;
     // In a fixed order, a tile waits for the one before it in its pair.
     if numbers.iter().any(|tiles| !tiles.is_sorted()) {
@@ -126,9 +126,9 @@ prop_compose! {
         pair_bytes in 1u64..1 << 26,
         wide: bool,
         multiprocessors in 1u64..200,
-    ) -> Tiling {
+    ) -> BandInputs {
         let order = if fixed { Order::Fixed } else { Order::Any };
-        Tiling { pairs, tiles, masked, order, rounds, pair_bytes, wide, multiprocessors }
+        BandInputs { pairs, tiles, masked, order, rounds, pair_bytes, wide, multiprocessors }
     }
 }
 
@@ -144,7 +144,7 @@ proptest! {
         steps in 1u64..300,
     ) {
         let bands = Bands::new(&tiling, &config(numbers));
-        let parts = Parts::new(steps, tiling.tiles);
+        let parts = RoundParts::new(steps, tiling.tiles);
         prop_assert_eq!(check(&bands, parts, bands.all_tiles()), Ok(()), "{:?}", bands);
         prop_assert!(parts.count <= tiling.tiles && parts.count * parts.steps >= steps);
         prop_assert!((parts.count - 1) * parts.steps < steps);
@@ -181,12 +181,12 @@ proptest! {
         steps in 1u64..100,
         ctas in 1u64..200,
     ) {
-        let tiling = Tiling { masked: false, order: Order::Any, rounds: true, ..tiling };
+        let tiling = BandInputs { masked: false, order: Order::Any, rounds: true, ..tiling };
         let bands = Bands::new(&tiling, &config([None, None, sums, None]));
         let tiles = Tiles { count: bands.all_tiles(), steps, group: 1, join: 0 };
         let deal = Deal::best(tiles, ctas).filter(|deal| bands.places_come_free(deal.whole));
         if let Some(deal) = deal {
-            prop_assert_eq!(check(&bands, Parts::new(steps, tiling.tiles), deal.whole), Ok(()), "{:?} {:?}", deal, bands);
+            prop_assert_eq!(check(&bands, RoundParts::new(steps, tiling.tiles), deal.whole), Ok(()), "{:?} {:?}", deal, bands);
         }
     }
 
@@ -219,13 +219,13 @@ proptest! {
 }
 
 /// Bands of sizes that use places again, by the rules.
-fn usual_bands() -> Vec<(Bands, Parts)> {
+fn usual_bands() -> Vec<(Bands, RoundParts)> {
     let mut all = Vec::new();
     for masked in [false, true] {
         for (pairs, tiles, multiprocessors) in [(64, 8, 8), (100, 3, 10), (37, 16, 20), (128, 2, 16), (90, 5, 4)] {
             let (order, rounds, wide) = (Order::Any, true, false);
-            let tiling = Tiling { pairs, tiles, masked, order, rounds, pair_bytes: 1, wide, multiprocessors };
-            all.push((Bands::new(&tiling, &config([None; 4])), Parts::new(24, tiles)));
+            let tiling = BandInputs { pairs, tiles, masked, order, rounds, pair_bytes: 1, wide, multiprocessors };
+            all.push((Bands::new(&tiling, &config([None; 4])), RoundParts::new(24, tiles)));
         }
     }
     all

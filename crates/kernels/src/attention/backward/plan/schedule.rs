@@ -1,13 +1,13 @@
 //! The schedule of a problem: everything that follows from its facts and a configuration, computed in one place.
 
 use crate::attention::backward::d_q::ordered;
-use crate::attention::backward::plan::bands::{Bands, Tiling};
+use crate::attention::backward::plan::bands::{BandInputs, Bands};
 use crate::attention::backward::plan::deal::{Deal, Tiles};
 use crate::attention::backward::plan::facts::Facts;
 use crate::attention::backward::plan::scratch::{CounterWords, Scratch};
 use crate::attention::backward::spread::HeadSpread;
 use crate::attention::backward::step_ranges::RangeSizes;
-use crate::attention::backward::{Adds, BackwardConfig, KernelShape, Order};
+use crate::attention::backward::{BackwardConfig, KernelShape, Order};
 use fulgurite_core::Layout;
 
 /// The schedule of a problem with a configuration.
@@ -34,7 +34,7 @@ impl Schedule {
     /// `key_depth` becomes 1, because the loading thread has no registers left for a second stage of keys.
     pub fn new(facts: &Facts, config: BackwardConfig) -> Schedule {
         let plain = KernelShape::plain(&facts.features, config);
-        let engine = config.adds == Adds::CopyEngine;
+        let engine = config.has_bulk_reduce();
         let in_f32 = facts.results.is_f32();
         let rounds = engine && facts.is_plain() && config.rounds && !in_f32;
         let spread = facts.spread(&config, engine && config.join.is_some() && has_equal_tiles(facts));
@@ -57,7 +57,7 @@ impl Schedule {
     /// Tiles to split on the assumed GPU. Tiles that differ in length are handed out the longest first, which leaves little
     /// to gain; in a fixed order tiles wait for each other anyway.
     fn split_tiles(&self, facts: &Facts) -> u64 {
-        let splits = self.shape.config.adds == Adds::CopyEngine && has_equal_tiles(facts);
+        let splits = self.shape.config.has_bulk_reduce() && has_equal_tiles(facts);
         let deal = self.best_deal(facts.arch.sms.into()).filter(|_| splits);
         deal.map_or(0, |deal| self.bands.all_tiles() - deal.whole)
     }
@@ -182,10 +182,10 @@ fn steps(facts: &Facts, rows: u64) -> u64 {
     }
 }
 
-fn tiling(facts: &Facts, shape: &KernelShape, spread: &HeadSpread) -> Tiling {
+fn tiling(facts: &Facts, shape: &KernelShape, spread: &HeadSpread) -> BandInputs {
     let [d, dv] = shape.dims.map(u64::from);
     let [q_len, k_len] = facts.lengths();
-    Tiling {
+    BandInputs {
         pairs: facts.pairs() * spread.parts,
         tiles: k_len.div_ceil(u64::from(shape.config.keys())),
         masked: !facts.features.mask.spans().is_empty(),

@@ -18,7 +18,7 @@ use fulgurite_ptx::{
 };
 
 /// A warpgroup's registers and tiles.
-struct Keys<'a, 'k, T> {
+struct ByKeys<'a, 'k, T> {
     main: &'a Main<'k>,
     /// d_z of both warpgroups, one tile for each stage of q.
     exchange: Vec<Tile<'k>>,
@@ -44,13 +44,13 @@ pub(crate) fn compute<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>)
 where
     Pair<T>: Word,
 {
-    let schedule = Keys::<T>::new(w, main);
+    let schedule = ByKeys::<T>::new(w, main);
     run(w, &schedule);
     schedule.walk.end(w);
     // No wait for the stores: they have read shared memory, and the grid does not end before they are written.
 }
 
-impl<'a, 'k, T: Half> Keys<'a, 'k, T>
+impl<'a, 'k, T: Half> ByKeys<'a, 'k, T>
 where
     Pair<T>: Word,
 {
@@ -70,7 +70,7 @@ where
         let own = w.group();
         let walk = Walk::new(w, main);
         let fresh = w.var(true);
-        Keys { main, exchange, s, d_p, d_q, d_k, d_v, p, d_z, limits, all, barrier, own, walk, fresh }
+        ByKeys { main, exchange, s, d_p, d_q, d_k, d_v, p, d_z, limits, all, barrier, own, walk, fresh }
     }
 
     /// Starts s of a step.
@@ -109,7 +109,7 @@ where
     }
 }
 
-impl<'k, T: Half> Schedule<'k> for Keys<'_, 'k, T>
+impl<'k, T: Half> Schedule<'k> for ByKeys<'_, 'k, T>
 where
     Pair<T>: Word,
 {
@@ -137,7 +137,7 @@ where
 
     fn step(&self, w: &Scope<'k, Group>) {
         let (main, Stages { queries, outputs, .. }) = (self.main, &self.main.stages);
-        let Keys { s, d_p, p, d_z, .. } = self;
+        let ByKeys { s, d_p, p, d_z, .. } = self;
         w.wait_products(1); // s of this step and d_k of the one before
         w.when(!self.fresh.get(), |w| queries.release_previous(w));
         self.fresh.set(false);
@@ -180,7 +180,7 @@ where
     }
 
     fn finish(&self, w: &Scope<'k, Group>) {
-        let Keys { main, walk, d_q, d_k, d_v, all, barrier, own, .. } = self;
+        let ByKeys { main, walk, d_q, d_k, d_v, all, barrier, own, .. } = self;
         let products: Products<'_, 'k> = [&|w| self.value_sums(w), &|w| self.query_sums(w), &|w| self.key_sums(w)];
         TileEnd { main, walk, d_q, d_k, d_v, all, barrier }.run::<T>(
             w,

@@ -8,6 +8,7 @@ pub(crate) mod bulk;
 pub(crate) mod columns;
 pub(crate) mod keys;
 pub(crate) mod pairs;
+pub(crate) mod roles;
 
 use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{Of, Work};

@@ -24,8 +24,8 @@ use crate::attention::backward::tiles::{Of, Work};
 use crate::attention::backward::walk::{Walk, clear, gradients_of, pack, probabilities, store_tiles, write_result};
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{
-    Acc, AccumulatorChannel, Fragment, Group, GroupBarrier, Half, Major, Operand, Pair, PeerTiles, Scope, Sum, Tile,
-    Val, Var, Word,
+    Acc, AccumulatorChannel, Fragment, Group, GroupBarrier, Half, Major, Pair, PeerTiles, Scope, Sum, Tile,
+    TileOperand, Val, Var, Word,
 };
 
 /// State that the two warpgroups of a CTA share.
@@ -76,8 +76,7 @@ impl<'k> Queries<'k> {
 }
 
 impl<'a, 'k> Between<'a, 'k> {
-    pub fn new(main: &'a Main<'k>) -> Self {
-        let pair = main.pair.as_ref().expect("bug in fulgurite: a CTA without its peer");
+    pub fn new(main: &'a Main<'k>, pair: &'a CtaPair<'k>) -> Self {
         let d_z = &pair.d_z;
         // The warpgroup that computes d_z from p multiplies it before the next p.
         Between { main, pair, p: main.k.accumulator_channel("p", main.config.rows).taken_with(d_z), d_z }
@@ -86,7 +85,7 @@ impl<'a, 'k> Between<'a, 'k> {
     /// The first column of a part of d_o, and how many columns of it the products take.
     fn part(&self, part: u32) -> [u32; 2] {
         let main = self.main;
-        let whole = main.dims[1] / main.config.d_o_parts();
+        let whole = main.dims[1] / main.config.share.d_o_parts();
         [part * whole, (main.widths[1] - part * whole).min(whole)]
     }
 
@@ -135,7 +134,7 @@ impl<'a, 'k> Between<'a, 'k> {
 }
 
 /// The warpgroup of p and d_v.
-struct Values<'b, 'a, 'k, T> {
+struct ValuesRole<'b, 'a, 'k, T> {
     between: &'b Between<'a, 'k>,
     of: Queries<'k>,
     s: Acc<'k>,
@@ -151,12 +150,12 @@ pub(crate) fn compute_values<'k, T: Half>(w: &Scope<'k, Group>, between: &Betwee
 where
     Pair<T>: Word,
 {
-    run(w, &Values::<T>::new(w, between));
+    run(w, &ValuesRole::<T>::new(w, between));
     // No CTA may end while the other can still access its shared memory.
     w.sync_cluster();
 }
 
-impl<'b, 'a, 'k, T: Half> Values<'b, 'a, 'k, T>
+impl<'b, 'a, 'k, T: Half> ValuesRole<'b, 'a, 'k, T>
 where
     Pair<T>: Word,
 {
@@ -167,12 +166,12 @@ where
         let limits = Limits::of_keys(w, &main.map.spans);
         let barrier = w.group_barrier();
         let walk = Walk::of(w, main, of.own);
-        Values { between, of, s, d_v, p, limits, barrier, walk }
+        ValuesRole { between, of, s, d_v, p, limits, barrier, walk }
     }
 
     /// Parts in which d_o comes.
     fn parts(&self) -> u32 {
-        self.between.main.config.d_o_parts()
+        self.between.main.config.share.d_o_parts()
     }
 
     /// Starts s of a step.
@@ -185,7 +184,7 @@ where
 
     /// p of a step whose s is done.
     fn weights(&self, w: &Scope<'k, Group>) {
-        let (main, Values { s, p, .. }) = (self.between.main, self);
+        let (main, ValuesRole { s, p, .. }) = (self.between.main, self);
         let queries = &main.stages.queries;
         self.limits.apply(w, s, &Block { first: self.walk.first_query(), full: None });
         probabilities(w, main, s, queries.numbers(w), |eight| pack(p, eight, s));
@@ -203,7 +202,7 @@ where
     }
 }
 
-impl<'k, T: Half> Schedule<'k> for Values<'_, '_, 'k, T>
+impl<'k, T: Half> Schedule<'k> for ValuesRole<'_, '_, 'k, T>
 where
     Pair<T>: Word,
 {
@@ -261,7 +260,7 @@ where
 }
 
 /// The warpgroup of d_z and d_k.
-struct Keys<'b, 'a, 'k, T> {
+struct KeysRole<'b, 'a, 'k, T> {
     between: &'b Between<'a, 'k>,
     of: Queries<'k>,
     d_p: Acc<'k>,
@@ -276,11 +275,11 @@ pub(crate) fn compute_keys<'k, T: Half>(w: &Scope<'k, Group>, between: &Between<
 where
     Pair<T>: Word,
 {
-    run(w, &Keys::<T>::new(w, between));
+    run(w, &KeysRole::<T>::new(w, between));
     w.sync_cluster();
 }
 
-impl<'b, 'a, 'k, T: Half> Keys<'b, 'a, 'k, T>
+impl<'b, 'a, 'k, T: Half> KeysRole<'b, 'a, 'k, T>
 where
     Pair<T>: Word,
 {
@@ -290,12 +289,12 @@ where
         let (d_p, d_k, d_z) = (w.accumulators(rows), w.accumulators(main.widths[0]), w.fragment::<T>(rows));
         let barrier = w.group_barrier();
         let walk = Walk::of(w, main, of.own);
-        Keys { between, of, d_p, d_k, d_z, barrier, walk }
+        KeysRole { between, of, d_p, d_k, d_z, barrier, walk }
     }
 
     /// Parts in which d_o comes.
     fn parts(&self) -> u32 {
-        self.between.main.config.d_o_parts()
+        self.between.main.config.share.d_o_parts()
     }
 
     /// Starts a part of d_p, over a part of the columns of d_o.
@@ -315,7 +314,7 @@ where
     }
 }
 
-impl<'k, T: Half> Schedule<'k> for Keys<'_, '_, 'k, T>
+impl<'k, T: Half> Schedule<'k> for KeysRole<'_, '_, 'k, T>
 where
     Pair<T>: Word,
 {
@@ -336,7 +335,7 @@ where
     /// d_z of a step whose d_p is done.
     fn step(&self, w: &Scope<'k, Group>) {
         let (Between { p: channel, d_z: peer, .. }, outputs) = (self.between, &self.between.main.stages.outputs);
-        let Keys { d_p, d_z, .. } = self;
+        let KeysRole { d_p, d_z, .. } = self;
         channel.wait(w);
         let (p, delta) = (|eight| channel.four(w, eight).to_vec(), outputs.held_numbers(w));
         gradients_of(p, d_p, |eight| delta.pair(w, eight), |eight| pack(d_z, eight, d_p));
@@ -382,7 +381,7 @@ where
 }
 
 /// Adds a product whose left operand is in registers.
-fn onto<'k, T: Half>(w: &Scope<'k, Group>, acc: &Acc<'k>, left: &Fragment<'k, T>, right: Operand<'k>)
+fn onto<'k, T: Half>(w: &Scope<'k, Group>, acc: &Acc<'k>, left: &Fragment<'k, T>, right: TileOperand<'k>)
 where
     Pair<T>: Word,
 {

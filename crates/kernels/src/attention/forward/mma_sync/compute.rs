@@ -9,16 +9,15 @@ use crate::attention::forward::mma_sync::output::ThreadOutput;
 use crate::attention::forward::mma_sync::params::SyncParams;
 use crate::attention::forward::tiles::{FoundTile, TileParams};
 use crate::attention::scoring::{Scoring, ScoringInputs, Section};
-use crate::attention::source::{Interval, KeyBlock, KeyBlocks, Listed, TileQueries};
+use crate::attention::source::{KeyBlock, KeyBlockParams, KeyBlocks, TileQueries};
 use crate::params::Params;
 use crate::parts::epilogue::Epilogue;
 use crate::parts::mask::{Block, Spans};
-use crate::parts::modifier::{Tanh, TilePosition};
+use crate::parts::modifier::Tanh;
 use crate::parts::nonfinite::{Redo, ThreadRows};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
-use crate::parts::sequences::Counts;
-use crate::parts::softmax::{Softmax, Totals};
+use crate::parts::softmax::Totals;
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{
     CopyRing, Fragment, Group, Half, Major, Pair, RowView, Scope, Tile, TileShape, Val, WarpAcc, Word,
@@ -69,11 +68,8 @@ where
 
     /// The source of the kernel's key blocks.
     fn source(&self) -> Box<dyn KeyBlocks<'k, Group> + '_> {
-        let (sequences, cols) = (&self.params.sequences, self.config.cols);
-        match &self.params.lists {
-            Some(lists) => Box::new(Listed { lists, sequences, cols }),
-            None => Box::new(Interval { spans: &self.spans, sequences, cols }),
-        }
+        let (sequences, lists) = (&self.params.sequences, self.params.lists.as_ref());
+        KeyBlockParams { spans: &self.spans, sequences, lists, cols: self.config.cols }.blocks()
     }
 
     /// Computes the CTA's tile, if it has one.
@@ -137,9 +133,8 @@ where
             scale: params.scale,
             tanh: Tanh::of(T::NUMBER),
         };
-        let power = inputs.power(w);
-        let softmax = Softmax::of_view(w, power, config.rescale, features.exp, Added::ByThreads, params.counters);
-        let mut scoring: Scoring<'a, 'k, WarpAcc<'k, M>> = inputs.scoring(w, power);
+        let fold = (config.rescale, features.exp, Added::ByThreads);
+        let (softmax, mut scoring) = inputs.rows::<WarpAcc<'k, M>>(w, fold, params.counters);
         scoring.fuses = scoring.modifies && !features.modifiers.loads_move();
         let tile = SyncTile {
             kernel,
@@ -164,18 +159,17 @@ where
         let lengths = sequences.lengths(self.work.sequence);
         let first = self.work.row.to_i32();
         self.scoring.limits.set(w, first, lengths);
-        if self.scoring.modifies {
-            let counts = sequences.counts(self.work.sequence);
-            let Counts { q_len, k_len, first_key } = counts.expect("bug in fulgurite: modifiers without lengths");
-            let starts_late = self.kernel.spans.bounded_left() && !self.source.tagged();
-            self.key_offset = starts_late.then_some(Held::Known(first_key));
-            type View<'k, const M: usize> = WarpAcc<'k, M>;
+        let starts_late = self.kernel.spans.bounded_left() && !self.source.tagged();
+        type View<'k, const M: usize> = WarpAcc<'k, M>;
+        let rows = || {
             let row = first + View::<M>::first_row(w).to_i32();
-            let rows: Vec<_> = (0..View::<M>::ROWS).map(|i| row + View::<M>::row_offset(i) as i32).collect();
-            let (batch, heads) = (self.work.batch, vec![self.work.head; rows.len()]);
-            let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-            self.scoring.modify.set(w, &TilePosition { batch, heads, rows, q_len, k_len });
-        }
+            (0..View::<M>::ROWS).map(|i| row + View::<M>::row_offset(i) as i32).collect()
+        };
+        let mut offset = None;
+        self.scoring.prepare_modifiers(w, (sequences, &self.work), rows, |first_key| {
+            offset = starts_late.then_some(Held::Known(first_key));
+        });
+        self.key_offset = offset;
         self
     }
 

@@ -2,6 +2,7 @@
 
 use crate::attention::forward::facts::ForwardTile;
 use crate::attention::forward::features::Features;
+use crate::attention::forward::order::TileOrder;
 use crate::attention::forward::tiling::Tiling;
 use crate::configs::{ConfigError, ConfigRow, ConfigTable, TileConfig, text};
 use fulgurite_core::{BlockSpec, Rescale};
@@ -54,15 +55,7 @@ impl TensorConfig {
     }
 
     pub(super) fn tiling(&self, features: &Features) -> Tiling {
-        Tiling {
-            wide: false,
-            rows: self.rows(),
-            columns: features.dims[1],
-            q_tiles: self.groups,
-            v_tiles: 1,
-            joined: false,
-            scans: false,
-        }
+        Tiling::by_rows(features, [ROWS, self.groups], TileOrder::Separate)
     }
 }
 

@@ -3,14 +3,14 @@
 use crate::attention::compute::Rings;
 use crate::attention::forward::call::ForwardCall;
 use crate::attention::forward::features::Features;
-use crate::attention::forward::load::Loading;
+use crate::attention::forward::load::{LoadParams, Loading};
 use crate::attention::forward::params::ForwardParams;
 use crate::attention::forward::tcgen05::config::TensorConfig;
-use crate::attention::source::{Interval, KeyBlocks, KeySource, Listed};
+use crate::attention::source::KeyBlockParams;
 use crate::params::Params;
 use crate::parts::mask::Spans;
 use crate::parts::schedule::Shape;
-use fulgurite_ptx::{Group, Half, Mailbox, Pair, TensorRing, Tile, TileShape, Word};
+use fulgurite_ptx::{Half, Mailbox, Pair, TensorRing, Tile, TileShape, Word};
 
 /// Rows of a tile of accumulators.
 const ROWS: u32 = 128;
@@ -70,42 +70,21 @@ where
         TensorKernel { features, config, spans, params, rings, staging, tickets, work_shape, scores, outputs }
     }
 
-    /// The source of the keys that the loading thread loads.
-    pub fn source(&self) -> Box<dyn KeySource<'k> + '_> {
-        let (sequences, cols) = (&self.params.sequences, self.config.cols);
-        match &self.params.lists {
-            Some(lists) => Box::new(Listed { lists, sequences, cols }),
-            None => Box::new(Interval { spans: &self.spans, sequences, cols }),
-        }
-    }
-
-    /// The key blocks as the softmax warpgroups see them.
-    pub fn blocks(&self) -> Box<dyn KeyBlocks<'k, Group> + '_> {
-        let (sequences, cols) = (&self.params.sequences, self.config.cols);
-        match &self.params.lists {
-            Some(lists) => Box::new(Listed { lists, sequences, cols }),
-            None => Box::new(Interval { spans: &self.spans, sequences, cols }),
-        }
+    /// Where the key blocks come from.
+    pub fn key_blocks(&self) -> KeyBlockParams<'_, 'k> {
+        let (sequences, lists) = (&self.params.sequences, self.params.lists.as_ref());
+        KeyBlockParams { spans: &self.spans, sequences, lists, cols: self.config.cols }
     }
 
     /// What the loading thread loads, and where.
     pub fn loading(&self) -> Loading<'_, 'k> {
-        let params = &self.params;
         Loading {
+            params: LoadParams::of(&self.params),
             tickets: &self.tickets,
-            counters: params.counters,
-            sequences: &params.sequences,
-            bands: params.bands.as_ref(),
-            heads: params.heads,
-            group: params.group,
-            q: params.q,
-            keys: params.keys,
-            values: params.values,
             rings: &self.rings,
             spans: &self.spans,
             work_shape: self.work_shape,
             tiling: self.config.tiling(self.features),
-            q_rows: ROWS,
             cols: self.config.cols,
             // The warps that need the tags do not wait for keys.
             tags_ride: false,

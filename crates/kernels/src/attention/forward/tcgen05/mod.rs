@@ -45,7 +45,7 @@ where
     p.builder().role("softmax", Warpgroups(config.groups).registers(compute), |w| SoftmaxRole::run(w, &kernel));
     p.builder().role("load", Warps(1).registers(other), |w| {
         w.one_thread(|t| {
-            let source = kernel.source();
+            let source = kernel.key_blocks().source();
             Load::new(t, kernel.loading(), &*source).run(t);
         });
     });

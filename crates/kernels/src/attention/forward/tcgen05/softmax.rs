@@ -7,12 +7,11 @@ use crate::attention::scoring::{Scoring, ScoringInputs, Section};
 use crate::attention::source::{KeyBlock, KeyBlocks};
 use crate::parts::epilogue::{CopyEngineOutput, Epilogue};
 use crate::parts::mask::Block;
-use crate::parts::modifier::{Tanh, TilePosition};
+use crate::parts::modifier::Tanh;
 use crate::parts::nonfinite::{Redo, ThreadRows};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
-use crate::parts::sequences::Counts;
-use crate::parts::softmax::{Rescaled, Softmax, Totals};
+use crate::parts::softmax::{Rescaled, Totals};
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{
     Fragment, Group, GroupBarrier, Half, Pair, RowAcc, RowView, Scope, TensorTile, Val, Var, Which, Word,
@@ -71,7 +70,7 @@ where
     /// Computes all tiles of the CTA.
     pub fn run(w: &Scope<'k, Group>, kernel: &'a TensorKernel<'a, 'k, T>) {
         let (params, features, config) = (&kernel.params, kernel.features, &kernel.config);
-        let source = kernel.blocks();
+        let source = kernel.key_blocks().blocks();
         let inputs = ScoringInputs {
             modifiers: &features.modifiers,
             parameters: &params.modifiers,
@@ -79,9 +78,8 @@ where
             scale: params.scale,
             tanh: Tanh::of(T::NUMBER),
         };
-        let power = inputs.power(w);
-        let softmax = Softmax::of_view(w, power, config.rescale, features.exp, Added::ByThreads, params.counters);
-        let mut scoring: Scoring<'_, 'k, RowAcc<'k>> = inputs.scoring(w, power);
+        let fold = (config.rescale, features.exp, Added::ByThreads);
+        let (softmax, mut scoring) = inputs.rows::<RowAcc<'k>>(w, fold, params.counters);
         scoring.fuses = scoring.modifies && !features.modifiers.loads_move();
         let role = SoftmaxRole {
             kernel,
@@ -137,16 +135,13 @@ where
         let sequences = &self.kernel.params.sequences;
         let first = (work.row + self.own * RowAcc::GROUP_ROWS).to_i32();
         self.scoring.limits.set(w, first, sequences.lengths(work.sequence));
-        if !self.scoring.modifies {
-            return None;
-        }
-        let counts = sequences.counts(work.sequence);
-        let Counts { q_len, k_len, first_key } = counts.expect("bug in fulgurite: modifiers without lengths");
-        let rows = vec![first + RowAcc::first_row(w).to_i32()];
-        let (batch, heads) = (work.batch, vec![work.head]);
-        let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        self.scoring.modify.set(w, &TilePosition { batch, heads, rows, q_len, k_len });
-        (self.kernel.spans.bounded_left() && !self.source.tagged()).then_some(Held::Known(first_key))
+        let starts_late = self.kernel.spans.bounded_left() && !self.source.tagged();
+        let mut offset = None;
+        let rows = || vec![first + RowAcc::first_row(w).to_i32()];
+        self.scoring.prepare_modifiers(w, (sequences, work), rows, |first_key| {
+            offset = starts_late.then_some(Held::Known(first_key));
+        });
+        offset
     }
 
     fn load(&self, w: &Scope<'k, Group>, s: TensorTile<'k>) {
