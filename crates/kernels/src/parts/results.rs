@@ -3,7 +3,7 @@
 
 use crate::no_kernel::NoKernel;
 use crate::parts::arguments::DeviceTensor;
-use fulgurite_ptx::{GlobalRows, Group, Pointer, RowView, Scope, Val};
+use fulgurite_ptx::{GlobalRows, Group, Pointer, RowView, Scope, Val, Var};
 use std::f32::consts::{LN_2, LOG2_E};
 
 /// The element type of results (O, or the gradients of q, k and v), and whether they are added to what is there.
@@ -45,8 +45,23 @@ pub(crate) fn check_f32(name: &str, tensor: &DeviceTensor, unit: u64) -> Result<
 
 /// Columns that a head dimension is padded to: only the last ones may lie past the end of a row.
 const PADDED_TO: u32 = 16;
-/// Pairs of columns that a thread loads before it stores the first of them.
-const PAIRS: usize = 8;
+/// Pairs of columns that a thread loads before it stores the first of them: with head dimensions up to 128, all that a
+/// thread of `wgmma` has, so that merging waits for memory once.
+const PAIRS: usize = 32;
+
+/// Two neighbouring columns that a thread has of one of its rows.
+#[derive(Clone, Copy)]
+struct Place {
+    row: usize,
+    /// The place of the first column among the registers of the row.
+    period: usize,
+    at: usize,
+    /// The first column, from the thread's first one on.
+    column: u32,
+}
+
+/// Elements of a thread that were loaded from O, by pair of columns.
+pub(crate) struct Loaded<'k>(Vec<[Var<'k, f32>; 2]>);
 
 /// Rows of O in f32, from a tile's first row on.
 pub struct F32Rows<'k> {
@@ -77,61 +92,101 @@ impl<'k> Shares<'k> {
 }
 
 impl<'k> F32Rows<'k> {
-    /// Stores `f(row, x)` of each element x of a tile, merged with what is there by the shares of its row.
+    /// Starts to bring the first `count` rows into the L2 cache; only a hint. One thread of the warpgroup asks for each row.
+    pub(crate) fn prefetch(&self, w: &Scope<'k, Group>, count: u32) {
+        let row = w.thread_in_group();
+        let wanted = row.lt(count) & row.lt(self.rows.rows) & self.rows.bytes.ge(16);
+        w.when(wanted, |w| {
+            // Rows begin at a multiple of 8 bytes, and what is asked for at a multiple of 16.
+            let from = self.rows.address + row.to_u64().mul_wide_64(self.rows.stride);
+            let from = Pointer::<f32>::at_address(from & !15u64);
+            from.prefetch(w, self.rows.bytes & !15u32);
+        });
+    }
+
+    /// The pairs of columns that a thread has, row by row.
+    fn places<A: RowView<'k>>(o: &A) -> Vec<Place> {
+        let periods = (0..(o.cols() / A::PERIOD) as usize).collect::<Vec<_>>();
+        let of_row = |row| {
+            let of_period = move |period| {
+                let at = (0..A::RUN as usize).step_by(2);
+                at.map(move |at| Place { row, period, at, column: period as u32 * A::PERIOD + at as u32 })
+            };
+            periods.iter().copied().flat_map(of_period).collect::<Vec<_>>()
+        };
+        (0..A::ROWS).flat_map(of_row).collect()
+    }
+
+    /// Calls `body` for each place inside O, with the number of the place and the thread's first element of its row.
+    fn each_place<A: RowView<'k>>(
+        &self,
+        w: &Scope<'k, Group>,
+        o: &A,
+        places: &[Place],
+        body: impl Fn(&Scope<'k, Group>, usize, Place, Pointer<'k, f32>),
+    ) {
+        let own_col = A::first_col(w);
+        let mut number = 0;
+        for of_row in places.chunk_by(|a, b| a.row == b.row) {
+            let own_row = A::first_row(w) + A::row_offset(of_row[0].row);
+            let to = self.rows.address + own_row.to_u64().mul_wide_64(self.rows.stride) + (own_col * 4).to_u64();
+            let to = Pointer::<f32>::at_address(to);
+            w.when(own_row.lt(self.rows.rows), |w| {
+                for (i, place) in (number..).zip(of_row) {
+                    // A thread's pairs begin at most one period after the column.
+                    match place.column + A::PERIOD + PADDED_TO <= o.cols() {
+                        true => body(w, i, *place, to),
+                        false => w.when(((own_col + place.column) * 4).lt(self.rows.bytes), |w| body(w, i, *place, to)),
+                    }
+                }
+            });
+            number += of_row.len();
+        }
+    }
+
+    fn load_places<A: RowView<'k>>(&self, w: &Scope<'k, Group>, o: &A, places: &[Place]) -> Loaded<'k> {
+        let loaded: Vec<_> = places.iter().map(|_| [(); 2].map(|()| w.var(0.0f32))).collect();
+        self.each_place(w, o, places, |w, i, place, from| {
+            let [a, b] = from.load_some::<_, 2>(w, place.column);
+            loaded[i][0].set(a);
+            loaded[i][1].set(b);
+        });
+        Loaded(loaded)
+    }
+
+    /// Loads the first of the elements with which a tile is merged. Nothing waits for them until [`store`](Self::store).
+    pub(crate) fn load<A: RowView<'k>>(&self, w: &Scope<'k, Group>, o: &A) -> Loaded<'k> {
+        let places = Self::places(o);
+        self.load_places(w, o, &places[..places.len().min(PAIRS)])
+    }
+
+    /// Stores `f(row, x)` of each element x of a tile. `merged`: merged with what is there by the shares of its row; the
+    /// first elements are [`load`](Self::load)ed already.
     pub(crate) fn store<A: RowView<'k>>(
         &self,
         w: &Scope<'k, Group>,
         o: &A,
-        shares: &[Shares<'k>],
+        merged: Option<(&[Shares<'k>], Loaded<'k>)>,
         f: impl Fn(usize, Val<'k, f32>) -> Val<'k, f32>,
     ) {
         let elements: Vec<Val<'k, f32>> = o.elements().collect();
-        let columns = o.cols();
-        // Pairs of neighbouring columns that a thread has of a row: their place among the registers, and the first column.
-        let pairs: Vec<(usize, usize, u32)> = (0..(columns / A::PERIOD) as usize)
-            .flat_map(|period| (0..A::RUN as usize).step_by(2).map(move |at| (period, at)))
-            .map(|(period, at)| (period, at, period as u32 * A::PERIOD + at as u32))
-            .collect();
-        let own_col = A::first_col(w);
-        for row in 0..A::ROWS {
-            let own_row = A::first_row(w) + A::row_offset(row);
-            let to = self.rows.address + own_row.to_u64().mul_wide_64(self.rows.stride) + (own_col * 4).to_u64();
-            let to = Pointer::<f32>::at_address(to);
-            w.when(own_row.lt(self.rows.rows), |w| {
-                let inside = |w: &Scope<'k, Group>, column: u32, body: &dyn Fn(&Scope<'k, Group>)| {
-                    // A thread's pairs begin at most one period after the column.
-                    match column + A::PERIOD + PADDED_TO <= columns {
-                        true => body(w),
-                        false => w.when(((own_col + column) * 4).lt(self.rows.bytes), body),
-                    }
-                };
-                for pairs in pairs.chunks(PAIRS) {
-                    let given = pairs.iter().map(|_| [(); 2].map(|()| w.var(0.0f32))).collect::<Vec<_>>();
-                    if self.merges {
-                        for (&(_, _, column), given) in pairs.iter().zip(&given) {
-                            inside(w, column, &|w| {
-                                let [a, b] = to.load_some::<_, 2>(w, column);
-                                given[0].set(a);
-                                given[1].set(b);
-                            });
-                        }
-                    }
-                    for (&(period, at, column), given) in pairs.iter().zip(&given) {
-                        let one = |i: usize| {
-                            let x = f(row, elements[A::index(row, period, at + i)]);
-                            match shares.get(row) {
-                                // What has no share may hold anything.
-                                Some(Shares { old, new, .. }) => {
-                                    let given = old.eq(0.0).select::<f32>(0.0, given[i].get());
-                                    given.mul_add(*old, x * *new)
-                                }
-                                None => x,
-                            }
-                        };
-                        let pair = [one(0), one(1)];
-                        inside(w, column, &|w| to.store_some(w, column, pair));
-                    }
-                }
+        let places = Self::places(o);
+        let (shares, mut first) = match merged {
+            Some((shares, first)) => (Some(shares), Some(first)),
+            None => (None, None),
+        };
+        for places in places.chunks(PAIRS) {
+            let loaded = shares.map(|_| first.take().unwrap_or_else(|| self.load_places(w, o, places)));
+            self.each_place(w, o, places, |w, i, Place { row, period, at, column }, to| {
+                let pair = [0, 1].map(|half| {
+                    let x = f(row, elements[A::index(row, period, at + half)]);
+                    let (Some(shares), Some(loaded)) = (shares, &loaded) else { return x };
+                    // What has no share may hold anything.
+                    let Shares { old, new, .. } = &shares[row];
+                    let given = old.eq(0.0).select::<f32>(0.0, loaded.0[i][half].get());
+                    given.mul_add(*old, x * *new)
+                });
+                to.store_some(w, column, pair);
             });
         }
     }

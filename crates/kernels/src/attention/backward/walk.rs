@@ -151,7 +151,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         let (to, elements) = (Pointer::<f32>::at_address(self.place.get()), d_q.elements().collect::<Vec<_>>());
         for four in part {
             let at = 4 * four as usize;
-            to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
+            to.add_some::<_, 4>(w, four * 512, std::array::from_fn(|i| elements[at + i]));
         }
         if ends {
             self.main.d_q.after_add(w);
