@@ -374,11 +374,11 @@ fn merging_waits_for_memory_once() {
     };
     let merging = text(ResultType::Added);
     let places = |what: &str| merging.match_indices(what).map(|(at, _)| at).collect::<Vec<_>>();
-    let (asked, loads) = (places("cp.async.bulk.prefetch.L2.global"), places("ld.global.v2.f32"));
-    let stores = places("st.global.v2.f32");
-    // Two tiles in the text: the one that overlaps with the next, and the last. 2 x 32 pairs of 64 elements.
-    assert_eq!((loads.len(), stores.len()), (64, 64));
-    assert!(loads[31] < stores[0] && stores[31] < loads[32] && loads[63] < stores[32]);
+    let (asked, loads) = (places("cp.async.bulk.prefetch.L2.global"), places("ld.global.v4.f32"));
+    let stores = places("st.global.v4.f32");
+    // Two tiles in the text: the one that overlaps with the next, and the last. 2 x 16 fours of 64 elements.
+    assert_eq!((loads.len(), stores.len()), (32, 32));
+    assert!(loads[15] < stores[0] && stores[15] < loads[16] && loads[31] < stores[16]);
     assert!(!asked.is_empty() && asked[0] < loads[0]);
     assert!(!text(ResultType::F32).contains("prefetch.L2"));
 }
@@ -433,9 +433,9 @@ fn tensors_that_threads_cannot_address_are_refused() {
     let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
     let memory = device.allocate(1 << 20).unwrap();
     let packed = |len: u64, heads: u64| DeviceTensor::packed(memory.span(), [1, len, heads, 64]);
-    let odd = DeviceTensor { strides: [0, 257, 64], ..packed(130, 4) };
+    let odd = DeviceTensor { strides: [0, 258, 64], ..packed(130, 4) };
     let tensors = Tensors::new([packed(130, 4), packed(150, 2), packed(150, 2), odd], memory.span(), memory.span());
     let refused = plan.launch(kernel, &tensors, 1).err().unwrap();
-    let message = "`o` in f32 with 64 elements a row and strides [0, 257, 64] (it has multiples of 2)";
+    let message = "`o` in f32 with 64 elements a row and strides [0, 258, 64] (it has multiples of 4)";
     assert_eq!(refused.feature, message);
 }
