@@ -1,6 +1,6 @@
 """The steps of a ring on one GPU, which plays all ranks one after the other: docs/lab/014-distributed.md.
 
-    python python/build.py && python bench/gpu_ring.py [--length 131072] [--ranks 2 4 8] [--rounds 3] [--margin 16]
+    python python/build.py && python bench/gpu_ring.py [--length 131072] [--ranks 2 4 8] [--rounds 3] [--margin 16] [--kernels]
 
 bf16, causal, head-tail shards, 32 query heads and 8 key/value heads of 128. All blocks of all ranks have the FLOPs of one
 call over the whole sequence. Three ways are timed, in turns, forward and backward:
@@ -9,7 +9,8 @@ call over the whole sequence. Three ways are timed, in turns, forward and backwa
     plain       the blocks, with 16-bit results that nothing merges
     ring        the blocks, whose f32 results kernels merge (forward) or add up (backward)
 
-ring / one piece is what dividing the work costs, and ring / plain what merging costs. Results are checked first: against f64 on
+ring / one piece is what dividing the work costs, and ring / plain what merging costs. `--kernels` adds the milliseconds of
+each kernel in both, once, as the profiler of torch sees them. Results are checked first: against f64 on
 a short sequence, and against one piece on the long one. Exits with 1 if a check fails.
 """
 
@@ -166,12 +167,24 @@ def milliseconds(calls, rounds):
     return best
 
 
+def of_kernels(call):
+    """Milliseconds of each kernel of a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    found = {each.key[:40]: each.self_device_time_total / 1e3 for each in seen.key_averages()}
+    return {name: round(ms, 2) for name, ms in sorted(found.items(), key=lambda item: -item[1]) if ms >= 0.01}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=131072)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--margin", type=int, default=16)
+    parser.add_argument("--kernels", action="store_true")
     options = parser.parse_args()
     if not check(options.ranks):
         return 1
@@ -210,6 +223,9 @@ def main():
                 f"{100 * row['ring_over_one_piece']:+.1f} % of one piece (bar 5), merge {100 * row['merge_share']:+.1f} % (bar 2)",
                 flush=True,
             )
+            if options.kernels:
+                for way, call in zip(("plain", "ring"), calls[1:]):
+                    print(f"    {way}: {of_kernels(call)}", flush=True)
         del ring
     with sm_margin(options.margin):
         again, _ = fulgurite.attention(q, k, v, causal=True, return_lse=True)

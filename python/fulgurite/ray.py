@@ -108,6 +108,10 @@ class Shards:
         count = min(whole("actors", actors, 2**31), len(sources))
         if not sources or not count:
             raise ValueError(f"`sources` has {len(sources)} shards on {actors} actors, allowed: one or more of each")
+        # Rows go to the object store under references that this object keeps. As arguments of an actor's constructor, they
+        # would go there too, but could be gone when Ray starts the actor again.
+        kept = (str, os.PathLike, ray.ObjectRef)
+        self._sources = sources = [x if isinstance(x, kept) else ray.put(rows_of("sources", x)) for x in sources]
         holder = ray.remote(**{"max_restarts": -1, "max_task_retries": -1, **(options or {})})(_Holder)
         self._actors = [holder.remote(sources[at::count], n_threads) for at in range(count)]
         shapes = self._each("sizes")
@@ -190,7 +194,7 @@ class Shards:
         """Ends the actors."""
         for actor in self._actors:
             ray.kill(actor)
-        self._actors = []
+        self._actors, self._sources = [], []
 
 
 class ShardedLists:

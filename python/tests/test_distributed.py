@@ -158,6 +158,25 @@ def test_against_the_oracle(pool, name, count, strategy):
     judge(case, found, layout, f"{name} on {count}")
 
 
+# Numbers of ranks, heads and rows that divide nothing.
+ODD = {
+    "28 and 4 heads": dict(length=61, causal=True, sizes=(28, 4, 16, 16)),
+    "28 and 4 heads, bf16": dict(length=50, causal=True, sizes=(28, 4, 24, 8), dtype=torch.bfloat16),
+    "documents by work": dict(length=47, documents=(1, 0, 29, 17), causal=True, balance="work", sizes=(6, 3, 16, 16)),
+    "fewer rows than ranks": dict(length=2, causal=True, sizes=(6, 2, 16, 16)),
+    "window": dict(length=53, window=(9, 1), balance="contiguous", sizes=(6, 6, 8, 12), dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_three_ranks_against_the_oracle(pool, name):
+    case = ODD[name]
+    strategies = ("ring", "ulysses") if case["sizes"][0] % 3 == 0 else ("ring",)
+    for strategy in strategies:
+        found = pool.run(attend, 3, {**case, "strategy": strategy})
+        judge(case, found, layout_of(case, 3, inputs(case)[1]), f"{name}, {strategy}")
+
+
 def test_a_planted_error_is_found(pool):
     case = CASES["odd length"]
     found = pool.run(attend, 2, case)
@@ -457,6 +476,76 @@ def test_a_dead_peer_gives_an_error_in_time(how):
         ok, (seconds, text) = made.pipes[0].recv()
         assert ok and seconds < 10
         assert text.startswith("rank 0 of 2 got no answer while ") and "Destroy the process group" in text
+    finally:
+        made.close()
+
+
+def rule(group, layout, **more):
+    """A call of the gated delta rule."""
+    rows = [torch.zeros(1, layout.rows, 2, 8, requires_grad=True) for _ in range(3)]
+    gates = [torch.zeros(1, layout.rows, 2, requires_grad=True) for _ in range(2)]
+    return fd.context_parallel_gated_delta_rule(*rows, *gates, group=group, **more)[0]
+
+
+def lost(group, rank, count, what):
+    """Rank 1 dies in place of the message `what`: the error of rank 0, and how long it took."""
+    import time
+
+    from fulgurite.distributed import _exchange
+
+    def dying(kept):
+        def call(self, name, *more):
+            if rank == 1 and what.removeprefix("back: ") in name and armed:
+                os._exit(1)
+            return kept(self, name, *more)
+
+        return call
+
+    armed = not what.startswith("back: ")
+    _exchange.Group.start = dying(_exchange.Group.start)
+    _exchange.Group.collective = dying(_exchange.Group.collective)
+    layout = fd.sequence_layout(4096, 2)
+    q = torch.zeros(1, layout.rows, 4, 16, requires_grad=True)
+    attend = dict(group=group, balance=layout, timeout=2)
+    start = time.monotonic()
+    try:
+        if what == "collecting rows":
+            fd.unshard_sequence(q, layout, group, timeout=2)
+        elif "states" in what:
+            rule(group, fd.sequence_layout(64, 2, balance="contiguous"), timeout=2).sum().backward()
+        else:
+            strategy = "ulysses" if "heads" in what else "ring"
+            o = fd.context_parallel_attention(q, q, q, strategy=strategy, **attend)
+            armed = True
+            o.sum().backward()
+    except fd.PeerError as error:
+        return time.monotonic() - start, str(error)
+
+
+MESSAGES = [
+    "agreeing on the call",
+    "keys",
+    "back: keys",
+    "gradients",
+    "exchanging heads",
+    "back: exchanging heads",
+    "handing states on",
+    "handing gradients of states on",
+    "collecting rows",
+]
+
+
+@pytest.mark.skipif(not LONG, reason="starts a group for each message; FULGURITE_LONG=1 runs it")
+@pytest.mark.parametrize("what", MESSAGES)
+def test_a_peer_that_dies_in_any_message_gives_an_error(what):
+    made = Pool(2)
+    try:
+        for pipe in made.pipes:
+            pipe.send((lost.__module__, "lost", 2, (what,)))
+        assert made.pipes[0].poll(60), "rank 0 hangs"
+        ok, found = made.pipes[0].recv()
+        assert ok and found, found
+        assert found[0] < 30 and found[1].startswith("rank 0 of 2 got no answer while "), found
     finally:
         made.close()
 

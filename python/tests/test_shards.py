@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -66,6 +68,20 @@ def test_the_same_shards_give_the_same_bits_in_any_order_of_work():
     assert (again.labels == whole.labels_).all()
     np.testing.assert_allclose(again.centroids, whole.cluster_centers_, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(again.inertia, whole.inertia_, rtol=1e-6)
+
+
+def test_parts_without_labels_take_the_same_steps():
+    first = POINTS[::120]
+
+    def bare(centroids):
+        none = np.empty(0, np.int32)
+        return [assign_and_sum(x, centroids)._replace(labels=none) for x in SHARDS]
+
+    for tol in (0.0, 1e-4):
+        one = kmeans(lambda c: [assign_and_sum(x, c) for x in SHARDS], first, tol=tol)
+        two = kmeans(bare, first, tol=tol)
+        assert one.centroids.tobytes() == two.centroids.tobytes() and one.inertia == two.inertia
+        assert one[-1] == two[-1] > 2  # steps
 
 
 def each_of(shards):
@@ -176,7 +192,7 @@ def test_dask_workers_give_the_bits_of_one_process():
     assert one.centroids.tobytes() == two.centroids.tobytes() and one.inertia == two.inertia
 
 
-def test_spark_partitions_give_the_bits_of_one_process(tmp_path):
+def test_spark_partitions_give_the_bits_of_one_process(tmp_path, monkeypatch):
     if not LONG:
         pytest.skip("starts Spark; FULGURITE_LONG=1 runs it")
     pytest.importorskip("pyspark", reason="Spark is not installed")
@@ -189,14 +205,34 @@ def test_spark_partitions_give_the_bits_of_one_process(tmp_path):
     from fulgurite.arrow import AssignArrow
 
     path = os.path.dirname(os.path.dirname(__import__("fulgurite").__file__))
-    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-    spark = spark.config("spark.executorEnv.PYTHONPATH", path).getOrCreate()
+    # Workers are `python3` of PATH unless the environment says which; this one has the packages.
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    options = {
+        "spark.ui.enabled": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.executorEnv.PYTHONPATH": path,
+        "spark.local.dir": str(tmp_path),
+        "spark.sql.warehouse.dir": str(tmp_path / "warehouse"),
+    }
+    builder = SparkSession.builder.master("local[2]")
+    for name, value in options.items():
+        builder = builder.config(name, value)
+    started = time.perf_counter()
+    spark = builder.getOrCreate()
+    print(f"Spark started in {time.perf_counter() - started:.1f} s")
     try:
-        frame = spark.sparkContext.parallelize([(x.tolist(),) for x in POINTS], 4).toDF("x array<float>")
+        rows = spark.sparkContext.parallelize([(x.tolist(),) for x in POINTS], 4)
+        # Without the cache, each step would make the rows of Python objects again.
+        frame = rows.toDF("x array<float>").cache()
+        assert frame.count() == 1500
+        print(f"rows there after {time.perf_counter() - started:.1f} s")
         first = POINTS[::120]
 
         def parts(centroids):
-            return AssignArrow.parts(frame.mapInArrow(AssignArrow(centroids, column="x"), AssignArrow.SCHEMA).collect())
+            found = frame.mapInArrow(AssignArrow(centroids, column="x"), AssignArrow.SCHEMA).collect()
+            print(f"a step ended after {time.perf_counter() - started:.1f} s")
+            return AssignArrow.parts(found)
 
         two = kmeans(parts, first)
         own = [POINTS[a:b] for a, b in zip(range(0, 1500, 375), range(375, 1501, 375))]

@@ -310,6 +310,12 @@ pub struct ExplainArgs {
     /// With --ranks: the link between GPUs, nvlink (450 GB/s each way), ib (50 GB/s), or a rate in GB/s
     #[arg(long, default_value = "nvlink", value_name = "LINK", value_parser = link, requires = "ranks")]
     pub link: Link,
+    /// With --ranks: microseconds of a message of no bytes; default: that of the link
+    #[arg(long, value_name = "US", value_parser = positive, requires = "ranks")]
+    pub latency: Option<f64>,
+    /// With --ranks: measured milliseconds of a rank's step over its own keys and of one over another rank's, not bounds
+    #[arg(long, value_name = "FIRST,LATER", value_parser = step_ms, requires = "ranks")]
+    pub step_ms: Option<[f64; 2]>,
     /// Explain the gradients
     #[arg(long, conflicts_with = "skip")]
     pub backward: bool,
@@ -496,6 +502,17 @@ fn link(text: &str) -> Result<Link, String> {
     }
 }
 
+/// A finite number above 0.
+fn positive(text: &str) -> Result<f64, String> {
+    let number = text.trim().parse::<f64>().ok().filter(|x| *x > 0.0 && x.is_finite());
+    number.ok_or_else(|| "allowed: a number above 0".into())
+}
+
+fn step_ms(text: &str) -> Result<[f64; 2], String> {
+    let both = text.split_once(',').and_then(|(first, later)| Some([positive(first).ok()?, positive(later).ok()?]));
+    both.ok_or_else(|| "allowed: FIRST,LATER in ms above 0, such as 3.5,1.8".into())
+}
+
 fn arch(text: &str) -> Result<Target, String> {
     Target::named(text).ok_or_else(|| format!("allowed: {}", Arch::names()))
 }
@@ -628,6 +645,15 @@ mod tests {
         for wrong in ["0", "-1", "inf", "nan", "wire"] {
             assert!(link(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn times_of_steps() {
+        assert_eq!(step_ms("3.5, 2"), Ok([3.5, 2.0]));
+        for wrong in ["3.5", "3.5,0", "inf,1", "1,2,3", ","] {
+            assert!(step_ms(wrong).is_err(), "{wrong}");
+        }
+        assert!(positive("-1").is_err() && positive("nan").is_err());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::args::ExplainArgs;
 use crate::{Failure, json, say};
-use fulgurite::gpu::{RankBytes, RankProblem, RankTimes, Tables, Target, explain_ranks};
+use fulgurite::gpu::{RankBytes, RankProblem, RankTimes, StepSeconds, Tables, Target, explain_ranks};
 use serde::Serialize;
 
 #[derive(Serialize)]
@@ -11,6 +11,8 @@ struct Results {
     pass: &'static str,
     problem: String,
     ranks: usize,
+    /// Whether times of steps were given; otherwise kernels run at their bounds.
+    measured_steps: bool,
     link_gigabytes_per_second: f64,
     link_latency_us: f64,
     /// On one GPU.
@@ -57,8 +59,13 @@ pub(crate) fn main(args: &ExplainArgs, ranks: usize, target: Target, tables: &Ta
         causal: args.causal,
         backward: args.backward,
         ranks,
+        steps: args.step_ms.map(|[first, later]| StepSeconds { first: first / 1e3, later: later / 1e3 }),
     };
-    let found = explain_ranks(&problem, args.link, target, tables)?;
+    let mut link = args.link;
+    if let Some(us) = args.latency {
+        link.latency_seconds = us / 1e6;
+    }
+    let found = explain_ranks(&problem, link, target, tables)?;
     let strategy = |times: &RankTimes| {
         let RankBytes { keys, gradients, heads } = times.bytes;
         Strategy {
@@ -75,8 +82,9 @@ pub(crate) fn main(args: &ExplainArgs, ranks: usize, target: Target, tables: &Ta
         pass: if args.backward { "backward" } else { "forward" },
         problem: args.words(),
         ranks,
-        link_gigabytes_per_second: args.link.bytes_per_second / 1e9,
-        link_latency_us: args.link.latency_seconds * 1e6,
+        measured_steps: args.step_ms.is_some(),
+        link_gigabytes_per_second: link.bytes_per_second / 1e9,
+        link_latency_us: link.latency_seconds * 1e6,
         one_us: found.one_seconds * 1e6,
         ring: strategy(&found.ring),
         ulysses: found.ulysses.as_ref().map(strategy).map_err(Clone::clone),
@@ -85,10 +93,14 @@ pub(crate) fn main(args: &ExplainArgs, ranks: usize, target: Target, tables: &Ta
 }
 
 fn text(results: &Results) -> String {
+    let kernels = match results.measured_steps {
+        true => "steps as given",
+        false => "kernels at their bound on an H200",
+    };
     let (rate, latency) = (results.link_gigabytes_per_second, results.link_latency_us);
     let mut lines = vec![
         format!("{}, {} of {} ranks", results.problem, results.pass, results.ranks),
-        format!("link {rate:.0} GB/s each way and {latency:.0} us a message; kernels at their bound on an H200"),
+        format!("link {rate} GB/s each way and {latency:.0} us a message; {kernels}"),
         String::new(),
         format!("  one GPU  {:>10.1} us", results.one_us),
     ];

@@ -129,6 +129,10 @@ fn ranks_are_predicted_without_gpus() {
     assert!(us(&far, "ring") > 7.0 * (kv as f64 / 0.5e3) && far["ring"]["exposed_us"].as_f64() > Some(0.0), "{far}");
     let back = explained(&[&base[..], &["--backward", "--link", "ib"]].concat());
     assert_eq!(back["ring"]["bytes_sent"]["gradients"], 8 * 2 * kv);
+    // 8 steps of 2 ms. Messages take longer: 0.5 ms at this rate, after 2.5 ms.
+    let steps = explained(&[&base[..], &["--link", "134.217728", "--latency", "2500", "--step-ms", "2,2"]].concat());
+    let us = |name: &str| steps["ring"][name].as_f64().unwrap();
+    assert!((us("us") - (7.0 * 3000.0 + 2000.0)).abs() < 1e-6 && us("kernel_us") == 16000.0, "{steps}");
     let folder = folder("explain-ranks");
     let text = succeeds(&folder, &[&["explain"], &base[..]].concat());
     assert!(text.contains("  ring ") && text.contains("MB sent by each rank"), "{text}");
@@ -139,6 +143,8 @@ fn ranks_are_predicted_without_gpus() {
         (&["--ranks", "2", "--window", "4,0"], "leave --window out"),
         (&["--ranks", "2", "--link", "wire"], "allowed: nvlink, ib, or GB/s above 0"),
         (&["--link", "ib"], "--ranks"),
+        (&["--ranks", "2", "--step-ms", "1"], "allowed: FIRST,LATER in ms above 0, such as 3.5,1.8"),
+        (&["--ranks", "2", "--latency", "0"], "allowed: a number above 0"),
     ] {
         let done = fulgurite(&folder, &[&["explain"], args].concat());
         assert!(done.code == 2 && done.err.contains(message), "{args:?}: {}", done.err);

@@ -38,7 +38,7 @@ pub use fulgurite_ptx::{Arch, BuildError, Kernel, Major, Number, Target, TensorU
 // Explanations, profiles and the search for better tile configurations.
 pub use crate::explained::{Explained, explain, explain_backward};
 pub use crate::profile::{Measured, Pass, Profile, ProfileError, ProfileSource, Tried};
-pub use crate::ranks::{Link, RankBytes, RankProblem, RankTimes, RanksExplained, explain_ranks};
+pub use crate::ranks::{Link, RankBytes, RankProblem, RankTimes, RanksExplained, StepSeconds, explain_ranks};
 pub use crate::tune::{SearchCell, TuneError, tune};
 
 use crate::Error;

@@ -1,6 +1,6 @@
 //! Predicts attention over several GPUs: a ring and an exchange of heads (Ulysses), from kernel times and link rates.
 //!
-//! Kernel times are the bounds of [`explain`] and [`explain_backward`]. A message of b bytes takes `latency + b / rate` in
+//! Kernel times are the bounds of [`explain`] and [`explain_backward`], or measured. A message of b bytes takes `latency + b / rate` in
 //! each direction, and it takes no SM. A ring has head-tail shards of a causal sequence, so that all ranks compute equally
 //! long; its messages are under way while a rank computes. An exchange of heads overlaps with nothing.
 
@@ -30,6 +30,15 @@ impl Link {
     }
 }
 
+/// Measured seconds of a rank's steps, in place of the bounds of kernels.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepSeconds {
+    /// The step over the keys of the rank itself.
+    pub first: f64,
+    /// A step over those of another rank.
+    pub later: f64,
+}
+
 /// Self-attention over a sequence whose rows are divided among ranks.
 #[derive(Debug, Clone)]
 pub struct RankProblem {
@@ -45,6 +54,8 @@ pub struct RankProblem {
     pub backward: bool,
     /// Number of ranks.
     pub ranks: usize,
+    /// Measured times of steps; without them, kernels run at their bounds.
+    pub steps: Option<StepSeconds>,
 }
 
 /// The bytes that one rank sends, by kind, as `fulgurite.distributed.bytes_sent` of the Python package counts them.
@@ -97,7 +108,7 @@ pub struct RanksExplained {
 ///
 /// let builder = Problem::builder().head_dim(128).dtype(DType::Bf16);
 /// let problem =
-///     RankProblem { builder, sizes: [1, 16384], heads: [32, 8], causal: true, backward: false, ranks: 4 };
+///     RankProblem { builder, sizes: [1, 16384], heads: [32, 8], causal: true, backward: false, ranks: 4, steps: None };
 /// let found = explain_ranks(&problem, Link::NVLINK, Target::HOPPER, &Default::default())?;
 /// // Three hops of 4096 rows, 8 heads of 128 + 128 elements, 2 bytes each.
 /// assert_eq!(found.ring.bytes.keys, 3 * 4096 * 8 * 256 * 2);
@@ -117,7 +128,10 @@ pub fn explain_ranks(
         let instead = "choose a length that 2 x ranks divides: other lengths are padded to it".into();
         return Err(Unsupported { engine: "explain --ranks".into(), feature, instead }.into());
     }
-    let one_seconds = problem.kernel(heads, [length, length], causal, on)?;
+    let one_seconds = match problem.measured_seconds() {
+        Some(seconds) => seconds * problem.ranks as f64,
+        None => problem.kernel(heads, [length, length], causal, on)?,
+    };
     Ok(RanksExplained { one_seconds, ring: problem.ring(link, on)?, ulysses: problem.ulysses(link, on)? })
 }
 
@@ -136,6 +150,25 @@ impl RankProblem {
         Ok(explained(&builder, [self.sizes[0], q_len, k_len], target, tables)?.bound_seconds)
     }
 
+    /// Measured seconds of all steps of a rank.
+    fn measured_seconds(&self) -> Option<f64> {
+        self.steps.map(|steps| steps.first + steps.later * (self.ranks - 1) as f64)
+    }
+
+    /// Seconds of a rank's step over its own keys, and of one over the keys of another rank, if there is one.
+    fn steps(&self, on: (Target, &Tables)) -> Result<StepSeconds, Error> {
+        if let Some(steps) = self.steps {
+            return Ok(steps);
+        }
+        // The own keys first: half of the scores of a square. Later blocks are all rows and half of the keys, or half of the
+        // rows and all keys, without a mask.
+        let own = self.sizes[1] / self.ranks;
+        let first = self.kernel(self.heads, [own, own], self.causal, on)?;
+        let other = if self.causal { [own, own / 2] } else { [own, own] };
+        let later = if self.ranks > 1 { self.kernel(self.heads, other, false, on)? } else { 0.0 };
+        Ok(StepSeconds { first, later })
+    }
+
     /// Rows of all sequences on a rank, elements of a row of q and o (or their gradients) for each head, and bytes of one.
     fn row(&self) -> Result<[u64; 3], Error> {
         let [batch, length] = self.sizes;
@@ -145,19 +178,14 @@ impl RankProblem {
     }
 
     fn ring(&self, link: Link, on: (Target, &Tables)) -> Result<RankTimes, Error> {
-        let ([_, length], hops) = (self.sizes, self.ranks as u64 - 1);
-        let own = length / self.ranks;
+        let hops = self.ranks as u64 - 1;
         let [rows, dims, element] = self.row()?;
         let keys = rows * self.heads[1] as u64 * dims * element;
         let gradients = if self.backward && hops > 0 { rows * self.heads[1] as u64 * dims * 4 } else { 0 };
-        // The own keys first: half of the scores of a square. Later blocks are all rows and half of the keys, or half of the
-        // rows and all keys, without a mask.
-        let first = self.kernel(self.heads, [own, own], self.causal, on)?;
-        let other = if self.causal { [own, own / 2] } else { [own, own] };
-        let other = if hops > 0 { self.kernel(self.heads, other, false, on)? } else { 0.0 };
+        let StepSeconds { first, later } = self.steps(on)?;
         let (mut seconds, mut kernel_seconds) = (0.0, 0.0);
         for step in 0..=hops {
-            let compute = if step == 0 { first } else { other };
+            let compute = if step == 0 { first } else { later };
             // The next keys come, and the gradients of the keys before go on, while a block is computed.
             let coming = if step < hops { link.seconds(keys) } else { 0.0 };
             let going = if step > 0 { link.seconds(gradients) } else { 0.0 };
@@ -178,8 +206,11 @@ impl RankProblem {
         }
         // Few key heads are repeated until the ranks divide them.
         let repeated = lcm(kv_heads, self.ranks);
-        let kernel_seconds =
-            self.kernel([heads / self.ranks, repeated / self.ranks], [length, length], self.causal, on)?;
+        let kernel_seconds = match self.measured_seconds() {
+            // The same scores as all steps of a ring.
+            Some(seconds) => seconds,
+            None => self.kernel([heads / self.ranks, repeated / self.ranks], [length, length], self.causal, on)?,
+        };
         let [rows, dims, element] = self.row()?;
         let others = |heads: usize| rows * heads as u64 * dims * element / self.ranks as u64 * (self.ranks as u64 - 1);
         // q and o, k and v: four exchanges.
@@ -206,7 +237,7 @@ mod tests {
 
     fn found(ranks: usize, link: Link, backward: bool, causal: bool) -> RanksExplained {
         let builder = Problem::builder().head_dim(64).dtype(DType::Bf16);
-        let problem = RankProblem { builder, sizes: [2, 8192], heads: [8, 2], causal, backward, ranks };
+        let problem = RankProblem { builder, sizes: [2, 8192], heads: [8, 2], causal, backward, ranks, steps: None };
         explain_ranks(&problem, link, Target::HOPPER, &Tables::default()).unwrap()
     }
 
@@ -242,10 +273,48 @@ mod tests {
         }
     }
 
+    /// With measured steps, times are the formulas of the guide.
+    #[test]
+    fn measured_steps_replace_bounds() {
+        let builder = Problem::builder().head_dim(64).dtype(DType::Bf16);
+        let steps = Some(StepSeconds { first: 3e-3, later: 4e-3 });
+        let link = Link { bytes_per_second: 1e9, latency_seconds: 1e-3 };
+        for backward in [false, true] {
+            let problem = RankProblem {
+                builder: builder.clone(),
+                sizes: [1, 8192],
+                heads: [8, 8],
+                causal: true,
+                backward,
+                ranks: 4,
+                steps,
+            };
+            let found = explain_ranks(&problem, link, Target::HOPPER, &Tables::default()).unwrap();
+            // 2048 rows of 8 heads of 64 + 64 elements of 2 bytes, and f32 gradients.
+            let [keys, gradients] = [5.194304e-3, 9.388608e-3];
+            let want = match backward {
+                // Keys come for longer than any step takes; the last step waits for nothing.
+                false => 3.0 * keys + 4e-3,
+                true => keys + 2.0 * (keys + gradients) + gradients + gradients,
+            };
+            assert!((found.ring.seconds - want).abs() < 1e-9, "{} {want}", found.ring.seconds);
+            assert_eq!((found.ring.kernel_seconds, found.one_seconds), (15e-3, 60e-3));
+            assert!((found.ulysses.unwrap().kernel_seconds - 15e-3).abs() < 1e-12);
+        }
+    }
+
     #[test]
     fn what_ranks_do_not_divide_is_refused() {
         let builder = Problem::builder().head_dim(64).dtype(DType::Bf16);
-        let problem = RankProblem { builder, sizes: [1, 1024], heads: [6, 2], causal: true, backward: false, ranks: 4 };
+        let problem = RankProblem {
+            builder,
+            sizes: [1, 1024],
+            heads: [6, 2],
+            causal: true,
+            backward: false,
+            ranks: 4,
+            steps: None,
+        };
         let found = explain_ranks(&problem, Link::NVLINK, Target::HOPPER, &Tables::default()).unwrap();
         assert_eq!(found.ulysses.unwrap_err(), "6 query heads, allowed: a multiple of 4 ranks");
         let odd = RankProblem { sizes: [1, 1001], ..problem.clone() };

@@ -336,17 +336,82 @@ fn what_has_no_kernel_is_refused() {
 
 #[test]
 fn gradients_of_parts_add_up() {
+    let wide = BackwardConfig::hopper(128);
     let cases = [
         base(),
         Case { dims: [128, 128], heads: [4, 1], k_len: 200, cuts: vec![130], ..base() },
         Case { dims: [128, 128], heads: [2, 2], causal: false, order: Order::Fixed, ..base() },
         Case { dims: [24, 40], batch: 2, q_len: 33, k_len: 61, cuts: vec![7], dtype: DType::F16, ..base() },
+        // In parts of query heads, which a kernel adds: even ones and uneven ones.
+        Case { config: Some(BackwardConfig { head_splits: Some(2), ..BackwardConfig::hopper(64) }), ..base() },
+        Case {
+            config: Some(BackwardConfig { head_splits: Some(2), ..wide }),
+            heads: [3, 1],
+            dims: [128, 128],
+            ..base()
+        },
+        // Tiles that are split among CTAs: only the last piece has the sums.
+        Case { causal: false, k_len: 700, cuts: vec![], heads: [2, 2], dims: [128, 128], ..base() },
+        // An odd number of sixteens of columns: neighbouring threads do not share rows.
+        Case { dims: [112, 80], q_len: 61, ..base() },
         // Usually in pairs of CTAs, which leave no parts.
         Case { dims: [256, 256], heads: [2, 1], q_len: 70, k_len: 80, cuts: vec![30], ..base() },
         Case { config: Some(BackwardConfig::hopper(64).of_threads(64)), heads: [3, 1], ..base() },
     ];
     for (seed, case) in (1..).zip(cases) {
         case.check_backward(seed);
+    }
+}
+
+/// A tile that is merged waits for memory once: the LSE and all of its elements are loaded before any is stored. Rows are
+/// asked for before that.
+#[test]
+fn merging_waits_for_memory_once() {
+    let case = Case { dims: [128, 128], ..base() };
+    let text = |results| {
+        let plan = ForwardPlan::new(&case.problem(150, Mask::none()), None).unwrap().with_results(results).unwrap();
+        plan.kernel(Target::HOPPER).unwrap().ptx()
+    };
+    let merging = text(ResultType::Added);
+    let places = |what: &str| merging.match_indices(what).map(|(at, _)| at).collect::<Vec<_>>();
+    let (asked, loads) = (places("cp.async.bulk.prefetch.L2.global"), places("ld.global.v4.f32"));
+    let stores = places("st.global.v4.f32");
+    // Two tiles in the text: the one that overlaps with the next, and the last. 2 x 16 fours of 64 elements.
+    assert_eq!((loads.len(), stores.len()), (32, 32));
+    assert!(loads[15] < stores[0] && stores[15] < loads[16] && loads[31] < stores[16]);
+    assert!(!asked.is_empty() && asked[0] < loads[0]);
+    assert!(!text(ResultType::F32).contains("prefetch.L2"));
+}
+
+/// Without spread heads, the main kernel adds to d_k and d_v, and no kernel adds parts.
+#[test]
+fn gradients_of_keys_need_no_parts() {
+    for (config, has_parts) in [
+        (BackwardConfig::hopper(128), false),
+        (BackwardConfig { head_splits: Some(2), ..BackwardConfig::hopper(128) }, true),
+    ] {
+        let case = Case { dims: [128, 128], ..base() };
+        let problem = case.problem(150, Mask::none());
+        let plan = BackwardPlan::new(&problem, false, Order::Any).unwrap();
+        let plan = plan.with_results(&problem, &ConfigTable::default(), ResultType::Added).unwrap().with_config(config);
+        let kernels = plan.kernels(Target::HOPPER).unwrap();
+        assert_eq!(kernels.heads.is_some(), has_parts);
+        assert_eq!(kernels.main.ptx().contains("red.global.add.v2.f32"), !has_parts);
+        assert_eq!(plan.head_part_bytes() > 0, has_parts);
+    }
+}
+
+/// The kernel that adds d_q to what is there fills whole sectors of 32 bytes in each access.
+#[test]
+fn gradients_fill_whole_sectors() {
+    for dims in [[64, 64], [128, 128]] {
+        let case = Case { dims, q_len: 160, k_len: 64, cuts: vec![], causal: false, ..base() };
+        let device = sim(1);
+        case.backward(&device, Some(0.5));
+        let total = device.counts_of("attention_backward_finish");
+        // Sums, which may be of more rows, and given elements are read, results are written.
+        assert!(total.global_bytes >= 3 * 4 * 160 * 4 * dims[0] as u64);
+        assert_eq!(total.global_sectors, total.global_bytes / 32);
     }
 }
 
@@ -368,9 +433,9 @@ fn tensors_that_threads_cannot_address_are_refused() {
     let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
     let memory = device.allocate(1 << 20).unwrap();
     let packed = |len: u64, heads: u64| DeviceTensor::packed(memory.span(), [1, len, heads, 64]);
-    let odd = DeviceTensor { strides: [0, 257, 64], ..packed(130, 4) };
+    let odd = DeviceTensor { strides: [0, 258, 64], ..packed(130, 4) };
     let tensors = Tensors::new([packed(130, 4), packed(150, 2), packed(150, 2), odd], memory.span(), memory.span());
     let refused = plan.launch(kernel, &tensors, 1).err().unwrap();
-    let message = "`o` in f32 with 64 elements a row and strides [0, 257, 64] (it has multiples of 2)";
+    let message = "`o` in f32 with 64 elements a row and strides [0, 258, 64] (it has multiples of 4)";
     assert_eq!(refused.feature, message);
 }

@@ -53,11 +53,11 @@ def _wide(x):
     return x if x.is_cuda else x.float()
 
 
-def _kernels_merge(q, v, unit=2):
-    """Whether kernels merge the result of a block with the f32 results before it. `unit`: elements that threads store
-    at a time. Other head dimensions have 16-bit parts on a GPU."""
+def _kernels_merge(q, v):
+    """Whether kernels merge the result of a block with the f32 results before it: threads store four elements at a time.
+    Other head dimensions have 16-bit parts on a GPU."""
     dims = (q.shape[-1], v.shape[-1])
-    return q.is_cuda and q.dtype != torch.float32 and max(dims) <= 256 and not any(d % unit for d in dims)
+    return q.is_cuda and q.dtype != torch.float32 and max(dims) <= 256 and not any(d % 4 for d in dims)
 
 
 def _part(x, rows):
@@ -120,7 +120,7 @@ def add_block(call, block, q, k, v, slopes, out, lse):
 
 def add_block_gradients(call, block, q, k, v, saved, slopes, totals):
     """Adds the gradients of a block to the f32 gradients of q, k and v."""
-    if not _kernels_merge(q, v, 4):
+    if not _kernels_merge(q, v):
         parts = _backward(call, block, q, k, v, saved, slopes)
         for total, rows, part in zip(totals, (block.q, block.k, block.k), parts):
             total[:, rows[0] : rows[1]] += part

@@ -40,6 +40,20 @@ impl<'k> Epilogue<'_, 'k> {
         self.run_rows::<T, _>(w, work, o, totals);
     }
 
+    /// Starts to bring the rows with which a tile of `count` rows will be merged into the L2 cache, if it will be.
+    pub fn prefetch(&self, w: &Scope<'k, Group>, work: &Work<'k>, count: u32) {
+        let rows = self.output.f32_rows(work, work.row + self.own * count);
+        if let Some(rows) = rows.filter(|rows| rows.merges) {
+            rows.prefetch(w, count);
+        }
+    }
+
+    /// Whether the thread writes the LSE of its rows.
+    fn writes_lse<A: RowView<'k>>(&self, w: &Scope<'k, Group>) -> Val<'k, bool> {
+        let once = A::is_first_of_row(w);
+        self.first_column.map_or(once, |first| once & first.eq(0))
+    }
+
     fn run_rows<T: Half, A: RowView<'k>>(&self, w: &Scope<'k, Group>, work: &Work<'k>, o: &A, totals: Totals<'k>)
     where
         Pair<T>: Word,
@@ -59,7 +73,17 @@ impl<'k> Epilogue<'_, 'k> {
         let unused = work.sequence.map(|s| (0..A::ROWS).map(|i| row(i).ge(s.q_len)).collect::<Vec<_>>());
 
         let in_f32 = self.output.f32_rows(work, first);
-        let merges = in_f32.as_ref().is_some_and(|rows| rows.merges);
+        // The given LSE and o are loaded together, ahead of everything that waits for one of them.
+        let given = in_f32.as_ref().filter(|rows| rows.merges).map(|rows| {
+            let place = self.lse.at_wide(start);
+            let lse = (0..A::ROWS).map(|i| {
+                let given = w.var(0.0f32);
+                let once = self.writes_lse::<A>(w);
+                w.when(row(i).lt(room) & once, |w| given.set(place.load(w, before + row(i))));
+                given
+            });
+            (lse.collect::<Vec<_>>(), rows.load(w, o))
+        });
         let mut shares = Vec::new();
         let mut factors = Vec::new();
         for (i, (max, sum)) in totals.max.into_iter().zip(totals.sum).enumerate() {
@@ -85,16 +109,10 @@ impl<'k> Epilogue<'_, 'k> {
             }
             let mut lse = some.select::<f32>(lse, f32::NEG_INFINITY);
             let place = self.lse.at_wide(start);
-            let mut once = A::is_first_of_row(w);
-            if let Some(first) = self.first_column {
-                once = once & first.eq(0);
-            }
-            if merges {
-                // The lane that writes the LSE reads it, so that no other lane reads the merged one.
-                let given = w.var(0.0f32);
-                w.when(row(i).lt(room) & once, |w| given.set(place.load(w, before + row(i))));
-                // All other lanes have zeros.
-                let merged = Shares::of(A::reduce_row(w, given.get(), |a, b| a + b), lse);
+            let once = self.writes_lse::<A>(w);
+            if let Some((given, _)) = &given {
+                // The lane that writes the LSE read it, so that no other lane reads the merged one. All others have zeros.
+                let merged = Shares::of(A::reduce_row(w, given[i].get(), |a, b| a + b), lse);
                 lse = merged.lse;
                 shares.push(merged);
             }
@@ -104,7 +122,7 @@ impl<'k> Epilogue<'_, 'k> {
             factors.push(any.select::<f32>(inverse, 0.0));
         }
         if let Some(rows) = in_f32 {
-            rows.store(w, o, &shares, |row, x| {
+            rows.store(w, o, given.map(|(_, o)| (&shares[..], o)), |row, x| {
                 let x = x * factors[row];
                 unused.as_ref().map_or(x, |unused| unused[row].select::<f32>(0.0, x))
             });

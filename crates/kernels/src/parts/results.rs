@@ -3,7 +3,7 @@
 
 use crate::no_kernel::NoKernel;
 use crate::parts::arguments::DeviceTensor;
-use fulgurite_ptx::{GlobalRows, Group, Pointer, RowView, Scope, Val};
+use fulgurite_ptx::{GlobalRows, Group, Pointer, RowView, Scope, Val, Var};
 use std::f32::consts::{LN_2, LOG2_E};
 
 /// The element type of results (O, or the gradients of q, k and v), and whether they are added to what is there.
@@ -45,12 +45,31 @@ pub(crate) fn check_f32(name: &str, tensor: &DeviceTensor, unit: u64) -> Result<
 
 /// Columns that a head dimension is padded to: only the last ones may lie past the end of a row.
 const PADDED_TO: u32 = 16;
-/// Pairs of columns that a thread loads before it stores the first of them.
-const PAIRS: usize = 8;
+/// Fours of columns that a thread loads before it stores the first of them: with head dimensions up to 128, all that a
+/// thread of `wgmma` has, so that merging waits for memory once.
+const FOURS: usize = 16;
+/// Columns that the lanes of a row have together in two periods.
+const BOTH: u32 = 16;
+
+/// Four neighbouring columns of a row, which a thread loads or stores at once.
+///
+/// A thread has two columns of each period of eight. Neighbouring lanes swap pairs of two periods: the even one then has
+/// four columns of the first period, the odd one of the second.
+#[derive(Clone, Copy)]
+struct Place {
+    row: usize,
+    /// The first of the two periods.
+    period: usize,
+    /// The first column, from the thread's first one on.
+    column: u32,
+}
+
+/// Elements of a thread that were loaded from O, by place.
+pub(crate) struct Loaded<'k>(Vec<[Var<'k, f32>; 4]>);
 
 /// Rows of O in f32, from a tile's first row on.
 pub struct F32Rows<'k> {
-    /// The rows; pairs of elements are aligned to 8 bytes.
+    /// The rows; fours of elements are aligned to 16 bytes.
     pub rows: GlobalRows<'k>,
     /// Whether the tile's results are merged with those in memory; otherwise they replace them.
     pub merges: bool,
@@ -77,61 +96,111 @@ impl<'k> Shares<'k> {
 }
 
 impl<'k> F32Rows<'k> {
-    /// Stores `f(row, x)` of each element x of a tile, merged with what is there by the shares of its row.
+    /// Starts to bring the first `count` rows into the L2 cache; only a hint. One thread of the warpgroup asks for each row.
+    pub(crate) fn prefetch(&self, w: &Scope<'k, Group>, count: u32) {
+        let row = w.thread_in_group();
+        let wanted = row.lt(count) & row.lt(self.rows.rows) & self.rows.bytes.ge(16);
+        w.when(wanted, |w| {
+            let from = self.rows.address + row.to_u64().mul_wide_64(self.rows.stride);
+            Pointer::<f32>::at_address(from).prefetch(w, self.rows.bytes);
+        });
+    }
+
+    /// The fours of columns that a thread has, row by row.
+    fn places<A: RowView<'k>>(o: &A) -> Vec<Place> {
+        let fits = (A::LANES, A::RUN) == (4, 2) && o.cols().is_multiple_of(BOTH);
+        assert!(fits, "bug in fulgurite: f32 results of accumulators of another form");
+        let of_row = |row| (0..o.cols() / BOTH).map(move |n| Place { row, period: 2 * n as usize, column: n * BOTH });
+        (0..A::ROWS).flat_map(of_row).collect()
+    }
+
+    /// Calls `body` for each place inside O, with the number of the place and the thread's first element of its row.
+    fn each_place<A: RowView<'k>>(
+        &self,
+        w: &Scope<'k, Group>,
+        o: &A,
+        places: &[Place],
+        body: impl Fn(&Scope<'k, Group>, usize, Place, Pointer<'k, f32>),
+    ) {
+        let lane = A::lane_in_row(w);
+        let own_col = (lane & 2) * 2 + (lane & 1) * A::PERIOD;
+        let mut number = 0;
+        for of_row in places.chunk_by(|a, b| a.row == b.row) {
+            let own_row = A::first_row(w) + A::row_offset(of_row[0].row);
+            let to = self.rows.address + own_row.to_u64().mul_wide_64(self.rows.stride) + (own_col * 4).to_u64();
+            let to = Pointer::<f32>::at_address(to);
+            w.when(own_row.lt(self.rows.rows), |w| {
+                for (i, place) in (number..).zip(of_row) {
+                    match place.column + BOTH + PADDED_TO <= o.cols() {
+                        true => body(w, i, *place, to),
+                        false => {
+                            w.when(((own_col + place.column) * 4).lt(self.rows.bytes), |w| body(w, i, *place, to));
+                        }
+                    }
+                }
+            });
+            number += of_row.len();
+        }
+    }
+
+    fn load_places<A: RowView<'k>>(&self, w: &Scope<'k, Group>, o: &A, places: &[Place]) -> Loaded<'k> {
+        let loaded: Vec<_> = places.iter().map(|_| [(); 4].map(|()| w.var(0.0f32))).collect();
+        self.each_place(w, o, places, |w, i, place, from| {
+            let four = from.load_some::<_, 4>(w, place.column);
+            loaded[i].iter().zip(four).for_each(|(to, x)| to.set(x));
+        });
+        Loaded(loaded)
+    }
+
+    /// Loads the first of the elements with which a tile is merged. Nothing waits for them until [`store`](Self::store).
+    pub(crate) fn load<A: RowView<'k>>(&self, w: &Scope<'k, Group>, o: &A) -> Loaded<'k> {
+        let places = Self::places(o);
+        self.load_places(w, o, &places[..places.len().min(FOURS)])
+    }
+
+    /// Stores `f(row, x)` of each element x of a tile. `merged`: merged with what is there by the shares of its row; the
+    /// first elements are [`load`](Self::load)ed already.
     pub(crate) fn store<A: RowView<'k>>(
         &self,
         w: &Scope<'k, Group>,
         o: &A,
-        shares: &[Shares<'k>],
+        merged: Option<(&[Shares<'k>], Loaded<'k>)>,
         f: impl Fn(usize, Val<'k, f32>) -> Val<'k, f32>,
     ) {
         let elements: Vec<Val<'k, f32>> = o.elements().collect();
-        let columns = o.cols();
-        // Pairs of neighbouring columns that a thread has of a row: their place among the registers, and the first column.
-        let pairs: Vec<(usize, usize, u32)> = (0..(columns / A::PERIOD) as usize)
-            .flat_map(|period| (0..A::RUN as usize).step_by(2).map(move |at| (period, at)))
-            .map(|(period, at)| (period, at, period as u32 * A::PERIOD + at as u32))
-            .collect();
-        let own_col = A::first_col(w);
-        for row in 0..A::ROWS {
-            let own_row = A::first_row(w) + A::row_offset(row);
-            let to = self.rows.address + own_row.to_u64().mul_wide_64(self.rows.stride) + (own_col * 4).to_u64();
-            let to = Pointer::<f32>::at_address(to);
-            w.when(own_row.lt(self.rows.rows), |w| {
-                let inside = |w: &Scope<'k, Group>, column: u32, body: &dyn Fn(&Scope<'k, Group>)| {
-                    // A thread's pairs begin at most one period after the column.
-                    match column + A::PERIOD + PADDED_TO <= columns {
-                        true => body(w),
-                        false => w.when(((own_col + column) * 4).lt(self.rows.bytes), body),
-                    }
+        let places = Self::places(o);
+        let odd = (A::lane_in_row(w) & 1).ne(0);
+        let (shares, mut first) = match merged {
+            Some((shares, first)) => (Some(shares), Some(first)),
+            None => (None, None),
+        };
+        // The thread's four elements of a place, scaled by the share of the new result.
+        let four = |Place { row, period, .. }: Place| {
+            let share = shares.map(|shares| shares[row].new);
+            let [a, b] = [0, 1].map(|of| {
+                [0, 1].map(|at| {
+                    let x = f(row, elements[A::index(row, period + of, at)]);
+                    share.map_or(x, |share| x * share)
+                })
+            });
+            let [x, y] = [0, 1].map(|at| w.exchange(odd.select::<f32>(a[at], b[at]), 1));
+            let pick = |own_of_odd, own_of_even| odd.select::<f32>(own_of_odd, own_of_even);
+            [pick(x, a[0]), pick(y, a[1]), pick(b[0], x), pick(b[1], y)]
+        };
+        for places in places.chunks(FOURS) {
+            let loaded = shares.map(|_| first.take().unwrap_or_else(|| self.load_places(w, o, places)));
+            let fours: Vec<_> = places.iter().map(|place| four(*place)).collect();
+            self.each_place(w, o, places, |w, i, place, to| {
+                let all = match (shares, &loaded) {
+                    (Some(shares), Some(loaded)) => std::array::from_fn(|at| {
+                        // What has no share may hold anything.
+                        let old = shares[place.row].old;
+                        let given = old.eq(0.0).select::<f32>(0.0, loaded.0[i][at].get());
+                        given.mul_add(old, fours[i][at])
+                    }),
+                    _ => fours[i],
                 };
-                for pairs in pairs.chunks(PAIRS) {
-                    let given = pairs.iter().map(|_| [(); 2].map(|()| w.var(0.0f32))).collect::<Vec<_>>();
-                    if self.merges {
-                        for (&(_, _, column), given) in pairs.iter().zip(&given) {
-                            inside(w, column, &|w| {
-                                let [a, b] = to.load_some::<_, 2>(w, column);
-                                given[0].set(a);
-                                given[1].set(b);
-                            });
-                        }
-                    }
-                    for (&(period, at, column), given) in pairs.iter().zip(&given) {
-                        let one = |i: usize| {
-                            let x = f(row, elements[A::index(row, period, at + i)]);
-                            match shares.get(row) {
-                                // What has no share may hold anything.
-                                Some(Shares { old, new, .. }) => {
-                                    let given = old.eq(0.0).select::<f32>(0.0, given[i].get());
-                                    given.mul_add(*old, x * *new)
-                                }
-                                None => x,
-                            }
-                        };
-                        let pair = [one(0), one(1)];
-                        inside(w, column, &|w| to.store_some(w, column, pair));
-                    }
-                }
+                to.store_some(w, place.column, all);
             });
         }
     }

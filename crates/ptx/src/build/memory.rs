@@ -137,10 +137,21 @@ impl<'k, T: Word> Pointer<'k, T> {
 }
 
 impl<'k> Pointer<'k, f32> {
-    /// Adds to four adjacent elements; `index` must be a multiple of four. Each addition is atomic by itself, and the
-    /// order of threads is not fixed.
+    /// Starts to bring bytes into the L2 cache; only a hint. The address and the number of bytes are multiples of 16.
     #[track_caller]
-    pub fn add_four<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: [Val<'k, f32>; 4]) {
+    pub fn prefetch<W: Who>(self, w: &Scope<'k, W>, bytes: Val<'k, u32>) {
+        w.k.emit(&crate::table::bytes::PREFETCH_BYTES, [self.place(0), bytes.arg()]);
+    }
+
+    /// Adds to two or four adjacent elements; `index` must be a multiple of their number. Each addition is atomic by
+    /// itself, and the order of threads is not fixed.
+    #[track_caller]
+    pub fn add_some<W: Who, const N: usize>(
+        self,
+        w: &Scope<'k, W>,
+        index: impl IntoVal<'k, u32>,
+        x: [Val<'k, f32>; N],
+    ) {
         store(w.k, &crate::table::atomic::RED_F32, self.place(index), x);
     }
 }

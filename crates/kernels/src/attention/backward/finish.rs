@@ -12,7 +12,7 @@ use crate::parts::arguments::DeviceTensor;
 use crate::parts::results::ResultType;
 use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Pointer, Scope, Target, Val, Who, Word};
+use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Pointer, Scope, Target, Val, Var, Who, WholeWarps, Word};
 
 /// Eight elements of a row of a result. The row and the number of the eight are each a value plus a constant, which are added only
 /// where they are used: their sum would take a register until then.
@@ -21,6 +21,24 @@ struct Eight<'k> {
     eight: (Val<'k, u32>, u32),
     sums: [Val<'k, f32>; 8],
 }
+
+/// Four elements of a row of an f32 result, which one instruction stores.
+pub(crate) struct Four<'k> {
+    row: (Val<'k, u32>, u32),
+    column: Val<'k, u32>,
+    sums: [Val<'k, f32>; 4],
+}
+
+/// An item on its way to a result: what a thread stores at once.
+pub(crate) enum Item<'k> {
+    /// For a 16-bit result: the number of the item, and its sums.
+    Half(Val<'k, u32>, Vec<[Val<'k, f32>; 4]>),
+    /// For an f32 result.
+    Single(Vec<Four<'k>>),
+}
+
+/// The elements of an item that an f32 result has already, by four.
+type Given<'k> = Vec<[Var<'k, f32>; 4]>;
 
 /// A launch: one CTA for each step of each head.
 pub(crate) struct FinishCall {
@@ -95,8 +113,15 @@ where
                 let items: Vec<_> = rounds.iter().map(|i| w.thread() + i * threads).collect();
                 let last = results.items() - 1;
                 let loaded: Vec<_> = items.iter().map(|item| results.load(w, sums, item.min(last))).collect();
-                for (item, fours) in items.into_iter().zip(loaded) {
-                    w.when(item.lt(results.items()), |w| results.store(w, rows, item, &fours));
+                let loaded: Vec<_> =
+                    items.iter().zip(loaded).map(|(item, fours)| results.item(w, *item, fours)).collect();
+                let given: Vec<_> = items
+                    .iter()
+                    .zip(&loaded)
+                    .map(|(number, item)| results.given(w, rows, item, || Some(number.lt(results.items()))))
+                    .collect();
+                for ((number, item), given) in items.into_iter().zip(&loaded).zip(&given) {
+                    w.when(number.lt(results.items()), |w| results.store(w, rows, item, given));
                 }
             }
         });
@@ -161,8 +186,8 @@ pub(crate) struct Results<'k> {
     /// Rows of a sequence, if all have the same.
     pub rows: Val<'k, u32>,
     /// Elements of a row.
-    head_dim: Val<'k, u32>,
-    results: ResultType,
+    pub head_dim: Val<'k, u32>,
+    pub results: ResultType,
     /// Strides in words of 32 bits: pairs of 16-bit elements, or f32 elements.
     pub batch_stride: Val<'k, u32>,
     pub row_stride: Val<'k, u32>,
@@ -281,6 +306,13 @@ impl<'k> Results<'k> {
         Pointer::at_address(self.to).at_wide(of_sequence + head.mul_wide(self.head_stride))
     }
 
+    /// A row of an f32 result, of a sequence among those of equal length.
+    #[track_caller]
+    pub fn f32_row(&self, batch: Val<'k, u32>, head: Val<'k, u32>, row: Val<'k, u32>) -> Pointer<'k, f32> {
+        let before = batch.mul_wide(self.batch_stride) + head.mul_wide(self.head_stride);
+        Pointer::at_address(self.to).at_wide(before + row.mul_wide(self.row_stride))
+    }
+
     /// Loads the sums of an item of a step.
     pub fn load<W: Who>(&self, w: &Scope<'k, W>, sums: Pointer<'k, f32>, item: Val<'k, u32>) -> Vec<[Val<'k, f32>; 4]> {
         let (first, apart, count) = self.fours(item);
@@ -288,38 +320,94 @@ impl<'k> Results<'k> {
         (0..count).map(|i| from.load_some(w, apart * i)).collect()
     }
 
-    /// Stores eight elements of an f32 row from a column on, or adds them to those that are there. Rows are whole fours.
-    fn store_f32<W: Who>(&self, w: &Scope<'k, W>, to: Pointer<'k, f32>, column: Val<'k, u32>, sums: [Val<'k, f32>; 8]) {
-        for (half, sums) in (0..).step_by(4).zip(sums.chunks_exact(4)) {
-            let column = column + half;
-            w.when(column.lt(self.head_dim), |w| {
-                let given = match self.results {
-                    ResultType::Added => Some(to.load_some::<_, 4>(w, column)),
-                    _ => None,
-                };
-                let four = std::array::from_fn::<_, 4, _>(|i| given.map_or(sums[i], |given| given[i] + sums[i]));
-                to.store_some(w, column, four);
-            });
+    /// An item whose sums are loaded, ready to be stored. All threads of a warp call this together.
+    ///
+    /// A thread has 32 neighbouring bytes of an f32 row, and stores 16 at a time. So neighbouring threads swap halves: each
+    /// instruction then fills whole sectors of 32 bytes, where it would leave the other half of each to the next instruction.
+    pub fn item<W: WholeWarps>(&self, w: &Scope<'k, W>, item: Val<'k, u32>, fours: Vec<[Val<'k, f32>; 4]>) -> Item<'k> {
+        if !self.results.is_f32() {
+            return Item::Half(item, fours);
         }
+        // Neighbouring threads have neighbouring items. Both are in one row if a row has an even number of them.
+        let of_row = self.layout.d / if self.transposed() { 16 } else { 8 };
+        let swap = of_row.is_multiple_of(2).then(|| (w.lane() & 1).ne(0));
+        let apart = if self.transposed() { 2 } else { 1 };
+        let mut made = Vec::new();
+        for Eight { row, eight: (eight, half), sums } in self.eights(item, &fours) {
+            let [low, high]: [[Val<'k, f32>; 4]; 2] = [0, 4].map(|from| std::array::from_fn(|i| sums[from + i]));
+            let column = (eight + half) * 8;
+            let Some(odd) = swap else {
+                made.push(Four { row, column, sums: low });
+                made.push(Four { row, column: column + 4, sums: high });
+                continue;
+            };
+            let came: [_; 4] = std::array::from_fn(|i| w.exchange(odd.select::<f32>(low[i], high[i]), 1));
+            let pick =
+                |a: [Val<'k, f32>; 4], b: [Val<'k, f32>; 4]| std::array::from_fn(|i| odd.select::<f32>(a[i], b[i]));
+            // The eight of the even thread, then that of the odd one.
+            let first = odd.select::<u32>(column + 4 - 8 * apart, column);
+            made.push(Four { row, column: first, sums: pick(came, low) });
+            made.push(Four { row, column: first + 8 * apart, sums: pick(high, came) });
+        }
+        Item::Single(made)
     }
 
-    /// Scales the sums of an item, converts them and stores them.
-    pub fn store<T: Half, W: Who>(
+    /// Loads the elements of an item that the result has already, if the sums are added to them, unless the item is not
+    /// `wanted`. Nothing waits for them until they are stored.
+    pub fn given<T: Half, W: Who>(
         &self,
         w: &Scope<'k, W>,
-        StepRows { to, step, q_len, scale }: StepRows<'k, T>,
-        item: Val<'k, u32>,
-        fours: &[[Val<'k, f32>; 4]],
-    ) where
+        rows: StepRows<'k, T>,
+        item: &Item<'k>,
+        wanted: impl Fn() -> Option<Val<'k, bool>>,
+    ) -> Given<'k>
+    where
         Pair<T>: Word,
     {
-        for Eight { row, eight, sums } in self.eights(item, fours) {
-            let (row, eight) = (step * self.layout.rows + row.0 + row.1, eight.0 + eight.1);
-            if self.results.is_f32() {
-                let to = Pointer::<f32>::at_address(to.at_wide(row.mul_wide(self.row_stride)).address());
-                w.when(row.lt(q_len), |w| self.store_f32(w, to, eight * 8, sums.map(|sum| sum * scale)));
-                continue;
+        let (Item::Single(fours), ResultType::Added) = (item, self.results) else { return Vec::new() };
+        let wanted = wanted();
+        let load = |four: &Four<'k>| {
+            let given = [(); 4].map(|()| w.var(0.0f32));
+            let (to, inside) = self.place(rows, four);
+            w.when(wanted.map_or(inside, |wanted| wanted & inside), |w| {
+                let elements = to.load_some::<_, 4>(w, four.column);
+                given.iter().zip(elements).for_each(|(given, x)| given.set(x));
+            });
+            given
+        };
+        fours.iter().map(load).collect()
+    }
+
+    /// The row of four elements of an f32 result, and whether they are inside it. Rows are whole fours.
+    fn place<T: Half>(&self, rows: StepRows<'k, T>, four: &Four<'k>) -> (Pointer<'k, f32>, Val<'k, bool>)
+    where
+        Pair<T>: Word,
+    {
+        let row = rows.step * self.layout.rows + four.row.0 + four.row.1;
+        let to = Pointer::<f32>::at_address(rows.to.at_wide(row.mul_wide(self.row_stride)).address());
+        (to, row.lt(rows.q_len) & four.column.lt(self.head_dim))
+    }
+
+    /// Scales the sums of an item, converts them or adds them to the elements that are `given`, and stores them.
+    pub fn store<T: Half, W: Who>(&self, w: &Scope<'k, W>, rows: StepRows<'k, T>, item: &Item<'k>, given: &Given<'k>)
+    where
+        Pair<T>: Word,
+    {
+        let StepRows { to, step, q_len, scale } = rows;
+        let (item, sums) = match item {
+            Item::Half(item, sums) => (*item, sums),
+            Item::Single(fours) => {
+                for (i, four) in fours.iter().enumerate() {
+                    let sums = four.sums.map(|sum| sum * scale);
+                    let all = given.get(i).map_or(sums, |given| std::array::from_fn(|i| given[i].get() + sums[i]));
+                    let (to, inside) = self.place(rows, four);
+                    w.when(inside, |w| to.store_some(w, four.column, all));
+                }
+                return;
             }
+        };
+        for Eight { row, eight, sums } in self.eights(item, sums) {
+            let (row, eight) = (step * self.layout.rows + row.0 + row.1, eight.0 + eight.1);
             let pairs: [_; 4] = std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
             w.when(row.lt(q_len) & (eight * 8).lt(self.head_dim), |w| {
                 to.at_wide(row.mul_wide(self.row_stride)).store_some(w, eight * 4, pairs);

@@ -6,15 +6,19 @@
 //! (`tiles::TileMap`); its results are f32 sums in scratch memory. This kernel runs after the main kernel, adds the parts of a
 //! head in the order of their numbers, and converts the sums to 16 bits. So d_k and d_v are deterministic.
 //!
+//! f32 results of heads that are not spread need no parts: the main kernel stores them, or adds them to those that are given.
+//! A CTA has all sums of its keys, so one addition is made to each element, and d_k and d_v are deterministic here, too.
+//!
 //! Parts of 64 keys lie together, in the layout of accumulators: `[part of a head][64 keys][d_k, d_v][eight columns][thread][4]`.
 
 use crate::attention::backward::finish::{ResultArgs, Results, StepRows, SumLayout};
 use crate::attention::backward::tiles::{Of, TileMap, Work};
 use crate::attention::backward::{Features, KernelShape};
-use crate::params::{Lens, Params, Program};
+use crate::params::{Lens, Params, Program, given};
+use crate::parts::results::ResultType;
 use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Acc, Block, BuildError, Group, Half, Pair, Pointer, Scope, Target, Val, Var, Word};
+use fulgurite_ptx::{Acc, Block, BuildError, Group, Half, Pair, Pointer, RowView, Scope, Target, Val, Var, Word};
 
 /// Keys of one contiguous block of parts.
 pub(crate) const KEYS: u32 = 64;
@@ -23,17 +27,38 @@ const THREADS: u32 = 256;
 /// Items that a thread adds at once: as many as registers allow.
 const ITEMS: usize = 4;
 
-/// The memory to which the main kernel writes its parts of d_k and d_v.
-pub(crate) struct HeadParts<'k> {
-    parts: Pointer<'k, f32>,
-    /// Elements of a row of d_k and of d_v.
-    dims: [u32; 2],
+/// The memory to which the main kernel writes f32 sums of d_k and d_v.
+pub(crate) enum HeadParts<'k> {
+    /// Parts of them.
+    Parts {
+        parts: Pointer<'k, f32>,
+        /// Elements of a row of d_k and of d_v.
+        dims: [u32; 2],
+    },
+    /// d_k and d_v themselves, and the factor of d_k.
+    Rows { d_k: Results<'k>, d_v: Results<'k>, scale: Val<'k, f32> },
 }
 
 impl<'k> HeadParts<'k> {
-    /// Declares the parameter.
+    /// Declares the parameter of parts.
     pub fn declare<C: 'static>(p: &Params<'k, C>, args: impl Lens<C, Span>, dims: [u32; 2]) -> Self {
-        HeadParts { parts: p.pointer("head_parts", move |call| *args(call)), dims }
+        HeadParts::Parts { parts: p.pointer("head_parts", move |call| *args(call)), dims }
+    }
+
+    /// Declares the parameters of d_k and d_v, for sequences of equal length.
+    pub fn declare_rows<T: Half, C: 'static>(
+        p: &Params<'k, C>,
+        args: impl Lens<C, Option<[ResultArgs; 2]>>,
+        shape: &KernelShape,
+        scale: Val<'k, f32>,
+    ) -> Self
+    where
+        Pair<T>: Word,
+    {
+        let to = |d| (SumLayout::of_keys(d), shape.results);
+        let d_k = Results::declare::<T, C>(p, "d_k", to(shape.dims[0]), move |call| &given(args(call))[0]);
+        let d_v = Results::declare::<T, C>(p, "d_v", to(shape.dims[1]), move |call| &given(args(call))[1]);
+        HeadParts::Rows { d_k, d_v, scale }
     }
 
     /// Stores a warpgroup's part of a result, which begins at a column and a key.
@@ -46,13 +71,52 @@ impl<'k> HeadParts<'k> {
         (of, result): (Of, &Acc<'k>),
         [col, key]: [Val<'k, u32>; 2],
     ) {
-        let ([d, dv], keys) = (self.dims, map.keys());
-        let tile = self.parts.at_wide(map.place_of(work).mul_wide(keys * (d + dv)));
+        let (parts, [d, dv], keys) = match self {
+            HeadParts::Parts { parts, dims } => (parts, dims, map.keys()),
+            HeadParts::Rows { d_k, d_v, scale } => {
+                let (to, scale) = if of == Of::DK { (d_k, Some(*scale)) } else { (d_v, None) };
+                return to.keep(w, work, (result, scale), [col, key]);
+            }
+        };
+        let tile = parts.at_wide(map.place_of(work).mul_wide(keys * (d + dv)));
         let before = if of == Of::DV { KEYS * d } else { 0 };
         let own = (key - work.tile * keys) * (d + dv) + col * KEYS + w.thread_in_group() * 4 + before;
         let (to, elements) = (tile.at(own), result.elements().collect::<Vec<_>>());
         for (four, elements) in (0..).step_by(512).zip(elements.chunks_exact(4)) {
             to.store_some::<_, 4>(w, four, std::array::from_fn(|i| elements[i]));
+        }
+    }
+}
+
+impl<'k> Results<'k> {
+    /// Stores a warpgroup's part of a result, or adds it to what is there: four lanes of a row fill whole sectors.
+    #[track_caller]
+    fn keep(
+        &self,
+        w: &Scope<'k, Group>,
+        work: &Work<'k>,
+        (result, scale): (&Acc<'k>, Option<Val<'k, f32>>),
+        [col, key]: [Val<'k, u32>; 2],
+    ) {
+        let elements = result.elements().collect::<Vec<_>>();
+        let first = col + Acc::first_col(w);
+        for below in 0..Acc::ROWS {
+            let row = key + w.first_row() + Acc::row_offset(below);
+            let to = self.f32_row(work.batch, work.head, row).at(first);
+            w.when(row.lt(self.rows), |w| {
+                for (period, column) in (0..result.cols()).step_by(Acc::PERIOD as usize).enumerate() {
+                    w.when((first + column).lt(self.head_dim), |w| {
+                        let pair = [0, 1].map(|at| {
+                            let x = elements[Acc::index(below, period, at)];
+                            scale.map_or(x, |scale| x * scale)
+                        });
+                        match self.results {
+                            ResultType::Added => to.add_some(w, column, pair),
+                            _ => to.store_some(w, column, pair),
+                        }
+                    });
+                }
+            });
         }
     }
 }
@@ -165,11 +229,18 @@ impl<'k> ResultParts<'k> {
                 sum.set(sum.get() + next);
             }
         });
-        for ((item, beyond), sums) in items.into_iter().zip(sums) {
-            let fours: Vec<_> = sums.iter().map(|four| four.map(|sum| sum.get())).collect();
+        let ready: Vec<_> = (items.into_iter().zip(sums))
+            .map(|((number, beyond), sums)| {
+                let fours: Vec<_> = sums.iter().map(|four| four.map(|sum| sum.get())).collect();
+                let item = results.item(w, number, fours);
+                let given = results.given(w, rows, &item, || beyond.then(|| number.lt(all)));
+                (number, beyond, item, given)
+            })
+            .collect();
+        for (number, beyond, item, given) in ready {
             match beyond {
-                true => w.when(item.lt(all), |w| results.store(w, rows, item, &fours)),
-                false => results.store(w, rows, item, &fours),
+                true => w.when(number.lt(all), |w| results.store(w, rows, &item, &given)),
+                false => results.store(w, rows, &item, &given),
             }
         }
     }

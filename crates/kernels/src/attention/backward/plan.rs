@@ -213,8 +213,9 @@ impl BackwardPlan {
         BackwardPlan { schedule: Schedule::new(&self.facts, config), ..self }
     }
 
-    /// This plan with gradients of q, k and v of another element type. f32 ones come from the kernels that convert d_q and
-    /// that add parts of d_k and d_v, so the main kernel is one that leaves parts.
+    /// This plan with gradients of q, k and v of another element type. f32 ones of q come from the kernel that converts d_q,
+    /// those of k and v from the kernel that adds parts, or from the threads of the main kernel. So the main kernel is one
+    /// that can leave parts.
     pub fn with_results(
         self,
         problem: &Problem,

@@ -43,8 +43,8 @@ pub struct KernelShape {
     /// The main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and sequences of equal
     /// length.
     pub zero_fills: bool,
-    /// The element type of d_q, d_k and d_v, and whether they are added to given ones. f32 needs a finish kernel and
-    /// parts of d_k and d_v in scratch memory.
+    /// The element type of d_q, d_k and d_v, and whether they are added to given ones. f32 needs a finish kernel, and
+    /// sequences of different lengths parts of d_k and d_v in scratch memory.
     pub results: ResultType,
 }
 

@@ -9,7 +9,8 @@ pub(crate) struct HeadSpread {
     pub group: u64,
     /// Parts of them.
     pub parts: u64,
-    /// Whether a single part goes through scratch memory, too: the kernel that adds parts then writes f32 results.
+    /// Whether a single part goes through scratch memory, too: the kernel that adds parts then writes f32 results of
+    /// sequences of different lengths.
     pub keeps_sums: bool,
 }
 

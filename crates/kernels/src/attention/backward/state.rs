@@ -7,6 +7,7 @@ use crate::attention::backward::d_q::round::{self, Round};
 use crate::attention::backward::d_q::service::{Log, Ring};
 use crate::attention::backward::d_q::split_tiles::{self, SplitTiles};
 use crate::attention::backward::d_q::zero_fill::{self, ZeroFill};
+use crate::attention::backward::finish::ResultArgs;
 use crate::attention::backward::heads::HeadParts;
 use crate::attention::backward::modifiers::{ModifierArgs, ModifierParams};
 use crate::attention::backward::tensors::ThreadRows;
@@ -41,6 +42,8 @@ pub(crate) struct Call {
     pub sums: Span,
     /// f32 parts of d_k and d_v, if heads are spread over CTAs.
     pub head_parts: Span,
+    /// f32 d_k and d_v, if the main kernel stores them or adds to them.
+    pub key_rows: Option<[ResultArgs; 2]>,
     /// The first word counts tiles that are handed out, the next two belong to the zero fill.
     pub counters: Span,
     pub zero_fill: Option<zero_fill::Args>,
@@ -116,7 +119,8 @@ pub(crate) struct Main<'k> {
     pub inputs: Inputs<'k>,
     d_k: Option<Tensor<'k>>,
     d_v: Option<Tensor<'k>>,
-    /// The memory of the parts of d_k and d_v, which replace both tensors if heads are spread over CTAs.
+    /// The memory of f32 d_k and d_v or of their parts, which replaces both tensors if heads are spread over CTAs, or
+    /// results are f32.
     pub parts: Option<HeadParts<'k>>,
     /// The first word counts the tiles that are handed out.
     pub counters: Pointer<'k, u32>,
@@ -154,8 +158,9 @@ impl<'k> Main<'k> {
         let other_k = paired.then(|| p.tensor("k_other", tile(keys, d / 2), rank, |call| call.k.clone()));
         let spreads = shape.spread != Spread::No;
         let parts = spreads.then(|| HeadParts::declare(p, |call: &Call| &call.head_parts, shape.widths));
-        let d_k = (!spreads).then(|| p.tensor("d_k", result(d), rank, |call| call.d_k.clone()));
-        let d_v = (!spreads).then(|| p.tensor("d_v", result(dv), rank, |call| call.d_v.clone()));
+        let in_f32 = shape.results.is_f32();
+        let d_k = (!spreads && !in_f32).then(|| p.tensor("d_k", result(d), rank, |call| call.d_k.clone()));
+        let d_v = (!spreads && !in_f32).then(|| p.tensor("d_v", result(dv), rank, |call| call.d_v.clone()));
         let shift = p.pointer::<f32>("shift", |call| call.shift);
         let delta = p.pointer::<f32>("delta", |call| call.delta);
         let inputs = Inputs { q, d_o, k: key, v: value, shift, delta };
@@ -166,6 +171,8 @@ impl<'k> Main<'k> {
         let modifiers = ModifierParams::declare(p, |call: &Call| &call.modifiers, modifiers, &log);
         let scale_log2 = p.f32("scale_log2", |call| call.scale_log2);
         let scale = p.f32("scale", |call| call.scale);
+        let rows = || HeadParts::declare_rows::<T, Call>(p, |call| &call.key_rows, shape, scale);
+        let parts = parts.or_else(|| in_f32.then(rows));
 
         let (queries, outputs) = query_stages::<T>(k, shape);
         let [keys, values] =
@@ -222,7 +229,7 @@ impl<'k> Main<'k> {
     /// The tensor of a result, unless heads are spread over CTAs.
     pub fn result(&self, of: Of) -> &Tensor<'k> {
         let result = if of == Of::DK { &self.d_k } else { &self.d_v };
-        result.as_ref().expect("bug in fulgurite: d_k and d_v have no tensor when heads are spread")
+        result.as_ref().expect("bug in fulgurite: d_k and d_v have no tensor when threads store them")
     }
 
     /// Index of a warpgroup's part of d_q, from the warpgroup's index in its CTA.

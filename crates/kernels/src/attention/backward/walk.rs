@@ -152,7 +152,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         let add = |w: &Scope<'k, Group>| {
             for four in part.clone() {
                 let at = 4 * four as usize;
-                to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
+                to.add_some::<_, 4>(w, four * 512, std::array::from_fn(|i| elements[at + i]));
             }
         };
         // Rows may end before the columns of the last warpgroup, whose d_q is then zero.

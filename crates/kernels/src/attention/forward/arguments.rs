@@ -151,7 +151,7 @@ impl Facts {
         multiprocessors: u32,
     ) -> Result<ForwardLaunch, NoKernel> {
         if self.features.results.is_f32() {
-            check_f32("o", &tensors.rows[3], 2)?;
+            check_f32("o", &tensors.rows[3], 4)?;
         }
         let RowTensors { q, k, v, o } = self.row_tensors(&tensors.rows)?;
         let call = ForwardCall {

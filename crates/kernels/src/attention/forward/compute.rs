@@ -120,6 +120,8 @@ where
         self.first_block(w);
         w.repeat(|w, leave| {
             core.blocks(w, &self.cursor, self.now.get().blocks[0]);
+            // The last products take longer than memory does.
+            self.epilogue.prefetch(w, &self.now.get(), 64);
             rings.queries.done(w);
             let next = self.next_tile(w);
             leave.when(next.blocks[1].eq(0));
@@ -150,6 +152,7 @@ where
         w.repeat(|w, leave| {
             self.first_block(w);
             core.blocks(w, &self.cursor, self.now.get().blocks[0]);
+            self.epilogue.prefetch(w, &self.now.get(), 64);
             // The next tile's queries load while this one ends.
             self.kernel.rings.queries.done(w);
             let totals = core.last(w);

@@ -19,7 +19,7 @@ use crate::attention::backward::KernelShape;
 use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service};
 use crate::attention::backward::d_q::split_tiles::SplitTiles;
 use crate::attention::backward::d_q::zero_fill;
-use crate::attention::backward::finish::{ResultArgs, Results, StepRows, SumLayout};
+use crate::attention::backward::finish::{Item, ResultArgs, Results, StepRows, SumLayout};
 use crate::attention::backward::tiles::{TileMap, Work};
 use crate::params::{Lens, Params, given};
 use crate::parts::schedule::Equal;
@@ -303,7 +303,8 @@ impl<'k> Round<'k> {
             let of_sequence = part.batch.mul_wide(results.batch_stride);
             let to = results.head::<T>(of_sequence, map.first_head(part.head) + nth);
             let fours: Vec<_> = from.iter().map(|four| four.map(|x| x.get())).collect();
-            results.store(w, StepRows { to, step, q_len: results.rows, scale }, item, &fours);
+            let rows = StepRows { to, step, q_len: results.rows, scale };
+            results.store(w, rows, &Item::Half(item, fours), &Vec::new());
         });
     }
 

@@ -179,12 +179,12 @@ impl BackwardPlan {
     /// The kernel that adds parts of d_k and d_v, if there are parts.
     fn heads(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Option<Launch> {
         let (kernel, bindings) = kernels.heads.clone().zip(kernels.bindings.heads.as_ref())?;
-        let ([_, rows], [d, dv]) = (self.facts.lengths(), self.facts.features.dims);
+        let [d_k, d_v] = self.key_results(tensors);
         let blocks = self.schedule.tiles_of_part(&self.facts) * u64::from(self.config().keys() / heads::KEYS);
         let sequences = if self.facts.features.ragged.any() { 1 } else { self.facts.batch() };
         let call = heads::HeadsCall {
-            d_k: ResultArgs::new(&tensors.d_k, rows, d, self.facts.results),
-            d_v: ResultArgs::new(&tensors.d_v, rows, dv, self.facts.results),
+            d_k,
+            d_v,
             parts: scratch.head_parts,
             count: self.schedule.spread.parts as u32,
             blocks: blocks as u32,
@@ -198,6 +198,12 @@ impl BackwardPlan {
 
     fn results(&self, tensors: &Tensors) -> ResultArgs {
         ResultArgs::new(&tensors.d_q, self.facts.lengths()[0], self.facts.features.dims[0], self.facts.results)
+    }
+
+    /// d_k and d_v.
+    fn key_results(&self, tensors: &Tensors) -> [ResultArgs; 2] {
+        let ([_, rows], [d, dv]) = (self.facts.lengths(), self.facts.features.dims);
+        [(&tensors.d_k, d), (&tensors.d_v, dv)].map(|(to, d)| ResultArgs::new(to, rows, d, self.facts.results))
     }
 
     /// The main kernel, unless there are no keys.
@@ -263,6 +269,7 @@ impl BackwardPlan {
             delta: scratch.delta,
             sums: scratch.d_q_sums,
             head_parts: scratch.head_parts,
+            key_rows: (facts.results.is_f32() && !schedule.spread.is_spread()).then(|| self.key_results(tensors)),
             counters: scratch.counters,
             zero_fill: schedule.shape.zero_fills.then(|| self.zero_fill()),
             round: schedule.shape.rounds.then(|| self.round(tensors, counters(words.added), counters(words.rounded))),

@@ -38,7 +38,7 @@ impl Schedule {
         let in_f32 = facts.results.is_f32();
         let rounds = engine && facts.is_plain() && config.rounds && !in_f32;
         let spread = facts.spread(&config, engine && config.join.is_some() && has_equal_tiles(facts));
-        let spread = HeadSpread { keeps_sums: in_f32, ..spread };
+        let spread = HeadSpread { keeps_sums: in_f32 && facts.features.ragged.any(), ..spread };
         let single = engine && (facts.heads[0] == facts.heads[1] || spread.most() == 1);
         let step_ranges = facts.features.order == Order::Any && facts.has_step_ranges();
         let shape =
