@@ -18,7 +18,8 @@ def _bits(x: Traced, low: int, high: int) -> Traced:
     """The bits from `low` up to `high`, at their place. Division and remainder round down, so that negative numbers
     have the bits of two's complement."""
     if high - low == _BITS:  # 1 << 31 does not fit
-        return trace.where(x < 0, x + (2**31 - 1) + 1, x)
+        # The minimum says to the check of 32 bits what the condition says.
+        return trace.where(x < 0, trace.arithmetic("min", x, -1) + (2**31 - 1) + 1, x)
     shifted = x if low == 0 else x // (1 << low)
     return shifted % (1 << (high - low)) * (1 << low)
 

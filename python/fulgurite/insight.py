@@ -15,20 +15,22 @@ class Explanation(Mapping[str, Any]):
 
     engine        name of the engine that computes it, or None if none can
     products      the unit that computes its products, or None if the engine does not say
+    way           on the CPU: tiles, what the mask becomes, the work of the products and the cost of modifiers, or None
     engines       every engine of this machine with its verdict
     """
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
-        engines, chosen, products = {}, None, None
+        engines, chosen, products, way = {}, None, None, None
         for line in lines:
             name, _, verdict = line.partition(": ")
             engines[name] = verdict
             if verdict.startswith("runs it"):
                 chosen = name
                 _, _, unit = verdict.partition("; products on ")
-                products = unit or None
-        self._values = {"engine": chosen, "products": products, "engines": engines}
+                unit, _, rest = unit.partition("; way: ")
+                products, way = unit or None, rest or None
+        self._values = {"engine": chosen, "products": products, "way": way, "engines": engines}
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]

@@ -1,7 +1,7 @@
 //! Block masks: from the lists of a call, and from a mask, for callers who want the lists.
 
 use crate::array::{Array, Claims, wrong};
-use crate::description::{Description, Role};
+use crate::description::{Description, Role, in_32_bits};
 use crate::expression;
 use fulgurite::{BlockLists, BlockMask, BlockSpec, Inputs, Mask, Problem, TensorView};
 use pyo3::prelude::*;
@@ -86,6 +86,7 @@ pub fn reached(
     }
     let spec = BlockSpec { rows, cols, batch, heads };
     let bound = inputs.bind(&problem).map_err(|e| wrong(e.to_string()))?;
+    in_32_bits(bound.past_32_bits())?;
     let blocks = py.detach(|| BlockMask::from_mask(&bound, spec)).map_err(|e| wrong(e.to_string()))?;
     let (mut partial, mut full) = (Lists::new(), Lists::new());
     for b in 0..batch {

@@ -322,7 +322,9 @@ impl Description {
     }
 
     fn build(&self, arrays: [&Array; 3], extras: &[Array], packed: Option<Packed>) -> PyResult<Problem> {
-        self.describe(arrays, extras, packed)?.build().map_err(|e| wrong(e.to_string()))
+        let problem = self.describe(arrays, extras, packed)?.build().map_err(|e| wrong(e.to_string()))?;
+        in_32_bits(problem.past_32_bits())?;
+        Ok(problem)
     }
 
     /// The description of the problem of these arrays, to be completed.
@@ -382,6 +384,16 @@ impl Description {
         }
         Ok(builder.precision(self.precision))
     }
+}
+
+/// Refuses an integer operation of a callable whose result may not fit: expressions compute with 32 bits and wrap, the
+/// libraries whose arrays they index have 64.
+pub fn in_32_bits(found: Option<(String, i64, i64)>) -> PyResult<()> {
+    let Some((text, low, high)) = found else { return Ok(()) };
+    Err(wrong(format!(
+        "a mask or modifier computes {text}, from {low} to {high}, allowed: integers of 32 bits; reduce its operands \
+         first, or index a table"
+    )))
 }
 
 /// Number of sequences and the longest length, from offsets that are not validated yet; binding them to the problem

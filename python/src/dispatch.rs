@@ -6,7 +6,7 @@
 use crate::array::{Array, Claims, Element, Place, fresh, refuse, refuse_forward, wrong};
 use crate::blocks;
 use crate::cuda;
-use crate::description::{Description, GradientFields, Role};
+use crate::description::{Description, GradientFields, Role, in_32_bits};
 use fulgurite::gpu::ResultType;
 use fulgurite::{
     BlockMask, Choice, DType, Forward, Gradients, Inputs, Outputs, Problem, Run, Saved, Tally, Tensor, TensorViewMut,
@@ -74,6 +74,9 @@ impl<'a> Call<'a> {
     }
 
     fn engine_forward(&self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> PyResult<()> {
+        if self.problem.computes_with_loads() {
+            in_32_bits(inputs.bind(&self.problem).map_err(|e| refuse_forward(e.into()))?.past_32_bits())?;
+        }
         self.description.engine.forward_into(&self.problem, inputs, outputs, &Run::default()).map_err(refuse_forward)
     }
 

@@ -138,7 +138,7 @@ def test_explain():
     q = np.zeros((1, 16, 2, 8), np.float32)
     found = explain(q, q, q, causal=True)
     assert found["engine"] == fulgurite.engines()[0] and found["engine"].startswith("cpu:")
-    assert set(found) == {"engine", "products", "engines"} and len(found) == 3
+    assert set(found) == {"engine", "products", "way", "engines"} and len(found) == 4
     assert "not used" in found["engines"]["oracle"] and found["products"]
     assert str(found).startswith(found["engine"] + ": runs it")
     assert explain(q, q, q, engine="oracle")["engine"] == "oracle"

@@ -338,3 +338,36 @@ def test_flex_attention_of_shared_keys():
             flex(**options)
     with pytest.raises(ValueError, match=r"`key` has shape \[3, 4, 17, 8\], allowed: \[2, 4, 17, 8\]"):
         fulgurite.flex_attention(swap(q), np.concatenate([swap(k), swap(k)])[:3], swap(v))
+
+
+def test_integers_past_32_bits_are_refused_by_name():
+    """torch and NumPy compute indices with 64 bits, expressions with 32."""
+    q, k, v = tensors((1, 5, 1, 8), 1, 4096)
+    hashed = lambda b, h, i, j: (j * 1_000_003) % 11 != 3  # noqa: E731
+    with pytest.raises(ValueError, match=r"computes \(k \* 1000003\), from 0 to 4095012285, allowed: integers of 32 bits"):
+        fulgurite.attention(q, k, v, mask_mod=hashed)
+    with pytest.raises(ValueError, match="allowed: integers of 32 bits"):
+        fulgurite.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + (j * 1_000_003) % 11)
+    with pytest.raises(ValueError, match="allowed: integers of 32 bits"):
+        fulgurite.create_block_mask(hashed, None, None, 5, 4096)
+    # Where the lengths keep the result small, it is computed.
+    k, v = k[:, :2000], v[:, :2000]
+    seen = np.broadcast_to((np.arange(2000, dtype=np.int64) * 1_000_003 % 11 != 3)[None, None, None, :], (1, 1, 5, 2000))
+    o = fulgurite.attention(q, k, v, mask_mod=hashed)
+    close(o, fulgurite.attention(q, k, v, mask=np.ascontiguousarray(seen)), "o")
+
+
+def test_sums_of_captured_integers_are_looked_at():
+    q, k, v = tensors((1, 5, 1, 8), 1, 6)
+    for largest, fits in ((2**30 - 1, True), (2**30, False)):
+        ids = np.array([1, 2, 3, 4, 5, largest], np.int32)
+        call = lambda: fulgurite.attention(q, k, v, mask_mod=lambda b, h, i, j: ids[j] + ids[j] < 7)  # noqa: E731
+        if fits:
+            close(call(), fulgurite.attention(q, k, v, mask_mod=lambda b, h, i, j: j < 3), "o")
+        else:
+            with pytest.raises(ValueError, match=r"computes .*, from 2 to 2147483648, allowed: integers of 32 bits"):
+                call()
+    # An id that is only compared needs no room.
+    ids = np.array([2**31 - 1, 1, 2**31 - 1, 1, 1, 1], np.int32)
+    o = fulgurite.attention(q, k, v, mask_mod=lambda b, h, i, j: ids[i] == ids[j])
+    assert np.isfinite(o).all()

@@ -478,21 +478,8 @@ impl<'a> Bound<'a> {
 impl Bound<'_> {
     /// Proves by interval arithmetic that no modifier reads outside an auxiliary tensor.
     fn loads_inside(&self) -> Result<(), InputError> {
-        let range = |f: fn(&Sequence) -> usize| {
-            let lengths = || self.sequences.iter().filter(|s| s.q_len > 0 && s.k_len > 0).map(f);
-            Some((lengths().min()?, lengths().max()?))
-        };
         // If no query meets a key, nothing is read.
-        let (Some(q_len), Some(k_len)) = (range(|s| s.q_len), range(|s| s.k_len)) else { return Ok(()) };
-        let domain = Domain {
-            batch: 0..self.problem.batch(),
-            heads: 0..self.problem.q_heads(),
-            q: 0..q_len.1,
-            k: 0..k_len.1,
-            q_len,
-            k_len,
-            aux: &self.aux,
-        };
+        let Some(domain) = self.domain() else { return Ok(()) };
         let programs = [self.problem.score_program(), self.problem.mask_program()];
         for program in programs.into_iter().flatten() {
             if let Some((tensor, axis, low, high)) = Program::loads_outside(program, &domain) {
@@ -502,6 +489,34 @@ impl Bound<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The first integer operation of a modifier or mask whose exact result may leave 32 bits, as text, and the bounds of
+    /// that result; contents of tensors are read where an operation takes them.
+    ///
+    /// Integers of expressions wrap. Callers whose users expect more bits ask here.
+    pub fn past_32_bits(&self) -> Option<(String, i64, i64)> {
+        let domain = self.domain()?;
+        let programs = [self.problem.score_program(), self.problem.mask_program()];
+        programs.into_iter().flatten().find_map(|program| program.past_32_bits(&domain, true))
+    }
+
+    /// All scores of all sequences; `None` if there are none.
+    fn domain(&self) -> Option<Domain<'_>> {
+        let range = |f: fn(&Sequence) -> usize| {
+            let lengths = || self.sequences.iter().filter(|s| s.q_len > 0 && s.k_len > 0).map(f);
+            Some((lengths().min()?, lengths().max()?))
+        };
+        let (q_len, k_len) = (range(|s| s.q_len)?, range(|s| s.k_len)?);
+        Some(Domain {
+            batch: 0..self.problem.batch(),
+            heads: 0..self.problem.q_heads(),
+            q: 0..q_len.1,
+            k: 0..k_len.1,
+            q_len,
+            k_len,
+            aux: &self.aux,
+        })
     }
 
     /// A range of keys, clipped to the keys in use.

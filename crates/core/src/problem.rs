@@ -4,7 +4,7 @@ use crate::block::BlockSpec;
 use crate::dtype::DType;
 use crate::error::{OffsetsError, ProblemError};
 use crate::exp::Exp;
-use crate::expr::{AuxSpec, Expr, ExprError, Program, Type, Var, batch, head, k, k_len, load, q, q_len, score};
+use crate::expr::{AuxSpec, Domain, Expr, ExprError, Program, Type, Var, batch, head, k, k_len, load, q, q_len, score};
 pub use crate::limits::MAX_HEAD_DIM;
 use crate::mask::{DOCUMENTS_K, DOCUMENTS_Q, FAR, Mask, PREFIX_LENGTHS};
 use crate::precision::{Precision, PrecisionError};
@@ -234,6 +234,32 @@ impl Problem {
     pub fn score_derivative(&self) -> Option<&Program> {
         self.programs.score_derivative.as_ref()
     }
+    /// The first integer operation of a modifier or mask whose exact result may leave 32 bits at this problem's lengths,
+    /// as text, and the bounds of that result. What depends on contents of tensors is left out:
+    /// [`Bound::past_32_bits`](crate::Bound::past_32_bits) reads them.
+    pub fn past_32_bits(&self) -> Option<(String, i64, i64)> {
+        let (q_len, k_len) = (self.max_q_len(), self.max_k_len());
+        let domain = Domain {
+            batch: 0..self.batch(),
+            heads: 0..self.q_heads(),
+            q: 0..q_len,
+            k: 0..k_len,
+            q_len: (0, q_len),
+            k_len: (0, k_len),
+            aux: &[],
+        };
+        if [self.batch(), q_len, k_len].contains(&0) {
+            return None;
+        }
+        let programs = [self.score_program(), self.mask_program()];
+        programs.into_iter().flatten().find_map(|program| program.past_32_bits(&domain, false))
+    }
+
+    /// Whether a modifier or mask computes with integers that it loads.
+    pub fn computes_with_loads(&self) -> bool {
+        [self.score_program(), self.mask_program()].into_iter().flatten().any(Program::computes_with_loads)
+    }
+
     /// The whole mask; `None` if everything is visible.
     pub fn mask_program(&self) -> Option<&Program> {
         self.programs.mask.as_ref()

@@ -14,7 +14,7 @@ use crate::step::Step;
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Tile};
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
-use fulgurite_core::{Precision, Rescale, RowLayout, Sequence, TensorView};
+use fulgurite_core::{Precision, Problem, Rescale, RowLayout, Sequence, TensorView};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -25,16 +25,20 @@ const FEW: usize = 16;
 /// Keys per part.
 const PART: usize = 512;
 /// Keys per block of scores.
-const BLOCK: usize = 64;
+pub(crate) const BLOCK: usize = 64;
 /// Number of keys whose heads are all read before the next keys, which are prefetched in the meantime.
 const STRIP: usize = 16;
 
 /// Whether this path is faster for a sequence.
 pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
-    let rows = s.q_len * cx.problem.group();
-    let one_pass = !matches!(cx.exp, ExpKind::Sas(_));
-    let native = cx.problem.precision() == Precision::Native;
-    (1..=FEW).contains(&rows) && cx.problem.blocks().is_none() && one_pass && native
+    suits_rows(cx.problem, cx.exp, s.q_len)
+}
+
+/// Whether this path is faster for sequences of so many queries.
+pub(crate) fn suits_rows(problem: &Problem, exp: ExpKind, queries: usize) -> bool {
+    let one_pass = !matches!(exp, ExpKind::Sas(_));
+    let native = problem.precision() == Precision::Native;
+    (1..=FEW).contains(&(queries * problem.group())) && problem.blocks().is_none() && one_pass && native
 }
 
 /// A second row for each query, for Parallax: u = r . k of every key is added to the sums.

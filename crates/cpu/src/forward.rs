@@ -21,6 +21,9 @@ use std::sync::Mutex;
 /// cache with their O.
 const ITEM_ELEMENTS: usize = 128 * 1024;
 
+/// Rows of a product that are computed together, about: after them it asks for memory.
+const PRODUCT_ROWS: usize = 6;
+
 pub(crate) struct RunOptions {
     pub rescale: Rescale,
     pub threads: usize,
@@ -76,20 +79,39 @@ pub(crate) fn items_of(cx: &Context<'_>) -> usize {
 }
 
 pub(crate) fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
-    let most = items_of(cx);
     let pairs = sequences.iter().flat_map(|&s| (0..cx.problem.kv_heads()).map(move |h| (s, h)));
     let mut all: Vec<(usize, Vec<Tile>)> = pairs.map(|(s, h)| (h, cx.tiles(s, h).collect())).collect();
-    // Make enough items that the threads finish together; the number of tiles per item changes no bits.
-    let tiles: usize = all.iter().map(|(_, tiles)| tiles.len()).sum();
-    let share = (tiles / (8 * threads)).clamp(1, most);
+    let share = share(cx, &all, threads);
     let mut items = Vec::new();
     for (kv_head, tiles) in &mut all {
+        let parts = tiles.len().div_ceil(share).max(1);
         // Long rows (under a causal mask, the last ones) go first, so that no long item is left to the end.
-        for group in tiles.chunks(share).rev() {
+        for group in tiles.chunks(tiles.len().div_ceil(parts).max(1)).rev() {
             items.push(Item { kv_head: *kv_head, tiles: group.to_vec() });
         }
     }
     items
+}
+
+/// Number of tiles per item. It changes no bits.
+fn share(cx: &Context<'_>, pairs: &[(usize, Vec<Tile>)], threads: usize) -> usize {
+    let most = items_of(cx);
+    let tiles: usize = pairs.iter().map(|(_, tiles)| tiles.len()).sum();
+    let longest = pairs.iter().map(|(_, tiles)| tiles.len()).max().unwrap_or(0).min(most);
+    // With so many items the threads finish together.
+    let plenty = tiles / (8 * threads);
+    if plenty >= longest {
+        return plenty.clamp(1, most);
+    }
+    // Each item packs its keys again, and the threads wait for the last item. Count in 32nds of a tile's products.
+    let packing = if cx.kernels.matrix_for(cx.problem.dtype()).is_some() { 32 } else { 4 };
+    let time = |share: usize| {
+        let items: usize = pairs.iter().map(|(_, tiles)| tiles.len().div_ceil(share)).sum();
+        let item = (32 * tiles).div_ceil(items.max(1)) + packing;
+        // A quarter of an item for what the threads cannot foresee.
+        4 * items.div_ceil(threads) * item + item
+    };
+    (1..=longest.max(1)).rev().min_by_key(|&share| time(share)).unwrap_or(1)
 }
 
 /// A tile of queries on its way through the keys, with its softmax and output so far.
@@ -116,7 +138,7 @@ fn item(cx: &Context<'_>, item: &Item, next: Option<&Item>, out: &Out<'_>, resca
         (_, Rescale::Lazy(tau)) => &[Policy::Raise(tau)],
         (_, Rescale::Optimistic(limit)) => &[Policy::Trust(limit)],
     };
-    walk(cx, item, next, passes, |queries, rows| finish(cx, queries, rows, out))
+    walk(cx, item, Coming { next, out: Some(out) }, passes, |queries, rows| finish(cx, queries, rows, out))
 }
 
 /// Calls `take` with the maximum of every row of every tile.
@@ -124,7 +146,7 @@ pub(crate) fn maxima(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usi
     let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
     let items = items(cx, &sequences, threads);
     pool::run(threads, items.len(), &|i| {
-        walk(cx, &items[i], None, &[Policy::MaxOnly], |queries, _| {
+        walk(cx, &items[i], Coming::default(), &[Policy::MaxOnly], |queries, _| {
             (0..queries.tile.rows).for_each(|lane| take(&queries.tile, lane, queries.m[lane]));
         });
     });
@@ -135,17 +157,25 @@ pub(crate) fn sums(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usize
     let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
     let items = items(cx, &sequences, threads);
     pool::run(threads, items.len(), &|i| {
-        walk(cx, &items[i], None, &[Policy::Raise(0.0)], |queries, _| {
+        walk(cx, &items[i], Coming::default(), &[Policy::Raise(0.0)], |queries, _| {
             (0..queries.tile.rows).for_each(|lane| take(&queries.tile, lane, [queries.m[lane], queries.l[lane]]));
         });
     });
+}
+
+/// What a thread touches after an item's products, so that memory can be asked for it: its next item, and the rows of the
+/// outputs that this one writes.
+#[derive(Clone, Copy, Default)]
+struct Coming<'a, 'o> {
+    next: Option<&'a Item>,
+    out: Option<&'a Out<'o>>,
 }
 
 /// Takes an item's tiles through their keys, once per policy, and passes each to `end` with scratch memory.
 fn walk(
     cx: &Context<'_>,
     item: &Item,
-    next: Option<&Item>,
+    coming: Coming<'_, '_>,
     passes: &[Policy],
     mut end: impl FnMut(&mut QueryTile<'_>, &mut [f32]),
 ) -> Counters {
@@ -209,8 +239,13 @@ fn walk(
                     let next_keys = end..(end + span * block_keys).min(sequence.k_len);
                     cx.ask_keys(sequence, item.kv_head, next_keys, &mut ahead);
                 }
-                if let (Some(next), 0) = (next, start) {
-                    ask_item(cx, next, span * block_keys, &mut ahead);
+                if start == 0 {
+                    ask_coming(cx, item, coming, span * block_keys, &mut ahead);
+                }
+                if span == 1 {
+                    // Scores have a row for each key, outputs one for each column.
+                    ahead[0].within(walk.len() * (end - start) / PRODUCT_ROWS);
+                    ahead[1].within(walk.len() * cx.dv / PRODUCT_ROWS);
                 }
                 let mut state = State {
                     s: &mut *s,
@@ -378,11 +413,12 @@ fn pipeline_rows(
             places.push((*tile, lanes));
         }
         let modifier = &mut *state.modifier;
+        let asked = cx.is_modified() || places.iter().any(|(_, lanes)| !lanes.decided);
+        let modifies = asked && !whole;
         let mut modify = |square: Square<'_>| {
             let (tile, lanes) = &places[square.tile];
             cx.modify_square(modifier, (tile, lanes), square);
         };
-        let modifies = cx.has_expressions() && !whole;
         let run = Run {
             blocks: rows,
             origin,
@@ -412,15 +448,29 @@ fn pipeline_rows(
     }
 }
 
-/// Prefetches the first blocks of keys of a later item, and its queries.
-fn ask_item(cx: &Context<'_>, item: &Item, keys: usize, ahead: &mut [Ahead; 2]) {
-    let (first, last) = (&item.tiles[0], &item.tiles[item.tiles.len() - 1]);
-    let sequence = &cx.bound.sequences()[first.sequence];
-    cx.ask_keys(sequence, item.kv_head, 0..keys.min(sequence.k_len), ahead);
-    if cx.pack == 1 {
+/// Prefetches the rows of O that an item writes, then the first blocks of keys of a later item, and its queries.
+fn ask_coming(cx: &Context<'_>, item: &Item, coming: Coming<'_, '_>, keys: usize, ahead: &mut [Ahead; 2]) {
+    let ends = |item: &Item| {
+        let (first, last) = (&item.tiles[0], &item.tiles[item.tiles.len() - 1]);
         // The range is empty if the last tile belongs to another head and is earlier.
         let queries = cx.queries(first).start..cx.queries(last).end;
-        cx.ask_queries(sequence, first.head, queries, &mut ahead[0]);
+        (&cx.bound.sequences()[first.sequence], first.head, queries)
+    };
+    let one_head = cx.pack == 1;
+    // A matrix unit writes O past its products in another way.
+    if let (Some(out), true, None) = (coming.out, one_head, cx.kernels.matrix_for(cx.problem.dtype()))
+        && !out.o.is_large()
+    {
+        let (sequence, head, queries) = ends(item);
+        let at = cx.query_layout(out.o_strides, sequence);
+        out.o.ask(&mut ahead[1], at.at(queries.start, head), at.row, cx.dv, queries.len());
+    }
+    if let Some(next) = coming.next {
+        let (sequence, head, queries) = ends(next);
+        cx.ask_keys(sequence, next.kv_head, 0..keys.min(sequence.k_len), ahead);
+        if one_head {
+            cx.ask_queries(sequence, head, queries, &mut ahead[0]);
+        }
     }
 }
 
@@ -517,7 +567,7 @@ pub(crate) fn finish(cx: &Context<'_>, queries: &mut QueryTile<'_>, rows: &mut [
     let (mut inverse, mut lse) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
     mark_nan(&mut queries.m, &queries.l);
     cx.kernels.finish(&queries.m, &queries.l, &mut inverse, &mut lse);
-    for lane in 0..queries.tile.rows {
+    for lane in 0..if cx.bound.sinks().is_some() { queries.tile.rows } else { 0 } {
         if let Some(sink) = cx.bound.sink(queries.lanes.head[lane] as usize) {
             (inverse[lane], lse[lane]) = with_sink(inverse[lane], lse[lane], sink);
         }
@@ -529,9 +579,17 @@ pub(crate) fn finish(cx: &Context<'_>, queries: &mut QueryTile<'_>, rows: &mut [
     let (starts, m) = (&starts[..queries.tile.rows], &queries.m[..]);
     let turned = TurnedRows { o: queries.o, stride, n: cx.dv, factors: &inverse, m, starts, past: false };
     // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
-    let stored = unsafe { out.o.store_turned(cx.kernels, turned) };
+    let mut stored = unsafe { out.o.store_turned(cx.kernels, turned) };
     if !stored {
         cx.kernels.scale_lanes(queries.o, &inverse[..stride]);
+        let whole = cx.pack == 1 && queries.tile.rows == stride && cx.dv == cx.dv_pad;
+        // A row without keys is cleared below.
+        if whole && !queries.m[..stride].contains(&f32::NEG_INFINITY) {
+            // SAFETY: as above.
+            stored = unsafe { out.o.store_transposed(cx.kernels, starts[0], o_rows.row, (&queries.o[..], stride)) };
+        }
+    }
+    if !stored {
         cx.kernels.transpose(queries.o, stride, rows, cx.dv_pad, cx.dv_pad, stride);
     }
     for lane in 0..queries.tile.rows {

@@ -31,6 +31,7 @@ mod step;
 mod tall_products;
 mod tiles;
 mod unit;
+mod way;
 mod window;
 
 pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backward, gated_delta_forward};
@@ -40,6 +41,7 @@ pub use lighthouse::{
 pub use packed_qkv::{PackedError, PackedQkv, packed_forward};
 pub use parallax::{parallax_backward, parallax_forward};
 pub use skip::{SkipOutcome, skip_forward};
+pub use way::{MaskForm, Path, Way};
 
 use fulgurite_core::{Bound, DType, GradientOutputs, InputError, Inputs, Outputs, Precision, Problem, Rescale, Saved};
 

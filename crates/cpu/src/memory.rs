@@ -261,6 +261,26 @@ impl<'a> SharedRows<'a> {
         true
     }
 
+    /// Writes the rows of O^T, `[column][lane]` with `lanes` lanes, if the tensor is f32 and small enough to stay in the
+    /// caches; otherwise does nothing and returns false. The first row begins at `offset`, they are `row` apart.
+    ///
+    /// # Safety
+    /// As for [`store`](Self::store), for each row.
+    pub unsafe fn store_transposed(
+        &self,
+        kernels: &Kernels,
+        offset: usize,
+        row: usize,
+        (turned, lanes): (&[f32], usize),
+    ) -> bool {
+        let (Start::F32(_), false) = (self.start, self.large) else { return false };
+        let n = turned.len() / lanes;
+        let to = self.rows_mut_ptr(offset, [row, lanes, n]).cast();
+        // SAFETY: inside the borrowed tensor (just checked), and the caller guarantees that there is no other access.
+        unsafe { kernels.transpose_to(turned, lanes, to, row, [n, lanes]) };
+        true
+    }
+
     /// Prefetches `rows` rows of `n` elements, `row` apart, that will be written soon.
     pub fn ask(&self, ahead: &mut Ahead, offset: usize, row: usize, n: usize, rows: usize) {
         let (start, size) = match self.start {

@@ -16,7 +16,7 @@ use std::sync::{Mutex, OnceLock};
 /// Keys whose coverage is found from bounds before single elements are evaluated.
 const BLOCK: usize = 128;
 /// Largest size of a call's bits, in words: 64 MiB. Above, they are made tile by tile, again for each head.
-const MOST_WORDS: usize = 8 << 20;
+pub(crate) const MOST_WORDS: usize = 8 << 20;
 
 /// The expressions of a problem, planned for a call.
 pub(crate) struct Expressions<'a> {
@@ -42,14 +42,88 @@ impl<'a> Expressions<'a> {
 struct MaskBits {
     /// For each tile that differs, a word per key.
     words: Vec<u64>,
-    /// Of each sequence, the first word and the keys of a tile.
-    sequences: Vec<(usize, usize)>,
+    /// For each of these tiles, the keys that its lanes see.
+    hulls: Vec<Hull>,
+    sequences: Vec<BitsOfSequence>,
+}
+
+/// Where the bits of a sequence's tiles are.
+#[derive(Clone, Copy)]
+struct BitsOfSequence {
+    /// The first word, and the words of a tile: one for each key.
+    first: usize,
+    keys: usize,
+    /// Index of the first tile.
+    tiles: usize,
+}
+
+/// What the rest of a mask lets a tile see, if that is simple: padding, prefixes, documents, and causal masks that came as
+/// an expression need not be asked key by key.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Hull {
+    /// The keys from the first to the last that some lane sees.
+    pub keys: Range<usize>,
+    pub form: HullForm,
+}
+
+/// How much of a hull's keys the lanes of a tile see.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) enum HullForm {
+    /// Each lane has its own bits.
+    #[default]
+    Bits,
+    /// Every lane sees all of them.
+    Whole,
+    /// Each lane sees one interval: its first key, and one past its last. Lanes without keys have the interval of length 0
+    /// at the first key of the hull.
+    Intervals(Box<[[i32; MAX_LANES]; 2]>),
+}
+
+impl Hull {
+    /// Of a tile with a word for each key, of which the lowest `rows` bits count. With `one_start`, intervals are only
+    /// those that begin at the same key.
+    fn new(words: &[u64], rows: usize, one_start: bool) -> Hull {
+        let lanes = u64::MAX >> (64 - rows);
+        let first = words.iter().position(|word| word & lanes != 0).unwrap_or(0);
+        let end = words.iter().rposition(|word| word & lanes != 0).map_or(first, |last| last + 1);
+        let keys = first..end;
+        if words[first..end].iter().all(|word| word & lanes == lanes) {
+            return Hull { keys, form: HullForm::Whole };
+        }
+        let form = intervals(&words[first..end], first as i32, lanes, one_start);
+        Hull { keys, form: form.map_or(HullForm::Bits, |own| HullForm::Intervals(Box::new(own))) }
+    }
+}
+
+/// The interval of each lane among `lanes`, if each sees one; the first word is that of key `first`.
+fn intervals(words: &[u64], first: i32, lanes: u64, one_start: bool) -> Option<[[i32; MAX_LANES]; 2]> {
+    let [mut lo, mut hi] = [[first; MAX_LANES]; 2];
+    let (mut begun, mut ended) = (0u64, 0u64);
+    let each = |mut bits: u64, row: &mut [i32; MAX_LANES], key: i32| {
+        while bits != 0 {
+            row[bits.trailing_zeros() as usize] = key;
+            bits &= bits - 1;
+        }
+    };
+    for (key, &word) in (first..).zip(words) {
+        let word = word & lanes;
+        if word & ended != 0 || (one_start && key > first && word & !begun != 0) {
+            return None;
+        }
+        each(word & !begun, &mut lo, key);
+        let over = begun & !word & !ended;
+        each(over, &mut hi, key);
+        (begun, ended) = (begun | word, ended | over);
+    }
+    each(begun & !ended, &mut hi, first + words.len() as i32);
+    Some([lo, hi])
 }
 
 /// The evaluators of a call's expressions, with what they know about one tile.
 pub(crate) struct Modifier<'a> {
     score: Option<Evaluator<'a>>,
     derivative: Option<Evaluator<'a>>,
+    /// Of the rest of the mask, if the call has no bits.
     mask: Option<Evaluator<'a>>,
     /// Sequence, head, first row and lanes of the tile.
     tile: Option<(usize, usize, usize, Range<usize>)>,
@@ -66,9 +140,7 @@ impl Modifier<'_> {
         }
         let env = cx.env(tile, lanes, range);
         self.words = cx.place_of_bits(tile);
-        // Where a mask has become bits, nothing is evaluated.
-        let mask = self.mask.as_mut().filter(|_| self.words.is_none());
-        [self.score.as_mut(), self.derivative.as_mut(), mask].into_iter().flatten().for_each(|x| x.prepare(&env));
+        [&mut self.score, &mut self.derivative, &mut self.mask].into_iter().flatten().for_each(|x| x.prepare(&env));
         self.tile = Some(own);
     }
 }
@@ -86,7 +158,12 @@ impl Context<'_> {
         Modifier {
             score: all.score.as_ref().map(|plan| Evaluator::new(plan, aux, scale, short)),
             derivative: all.derivative.as_ref().map(|plan| Evaluator::new(plan, aux, scale, short)),
-            mask: all.mask.as_ref().map(|plan| Evaluator::new(plan, aux, scale, short)),
+            // Where a mask has become bits, nothing is evaluated.
+            mask: all
+                .mask
+                .as_ref()
+                .filter(|_| all.bits.get().is_none())
+                .map(|plan| Evaluator::new(plan, aux, scale, short)),
             tile: None,
             words: None,
         }
@@ -134,7 +211,7 @@ impl Context<'_> {
                 self.kernels.modify(score, first, keys.len(), (&mut s[rows], stride));
             }
         }
-        if let (Some(mask), true) = (mask, step.rest) {
+        if step.rest {
             for keys in in_blocks(step.hull()) {
                 let rows = keys.start * stride..keys.end * stride;
                 let mut room = [0; KEYS];
@@ -153,9 +230,9 @@ impl Context<'_> {
         if let Some(score) = &mut modifier.score {
             self.kernels.modify(score, key as i32, n, (s, STRIP_LANES));
         }
-        if let Some(mask) = &mut modifier.mask {
+        if !lanes.decided {
             let mut room = [0; KEYS];
-            let words = self.words(mask, &modifier.words, key..key + n, &mut room);
+            let words = self.words(&mut modifier.mask, &modifier.words, key..key + n, &mut room);
             // Bits of the call are those of all lanes, evaluated ones those of the strip.
             let first = if modifier.words.is_some() { first } else { 0 };
             let all = words.iter().fold(u64::MAX, |all, word| all & word) >> first;
@@ -167,15 +244,16 @@ impl Context<'_> {
 
     /// Whether no lane of a tile sees any of these keys, according to the rest of the mask.
     pub fn sees_none(&self, tile: &Tile, lanes: &Lanes, keys: &Range<usize>) -> bool {
-        let keys = keys.start.min(lanes.reach().1)..keys.end.min(lanes.reach().1);
-        let rest = self.problem.mask_rest();
+        let (first, last) = lanes.reach();
+        let keys = keys.start.max(first).min(last)..keys.end.min(last);
+        let rest = self.problem.mask_rest().filter(|_| !lanes.decided);
         keys.is_empty() || rest.is_some_and(|rest| self.coverage(rest, tile, &keys) == Coverage::Empty)
     }
 
     /// What the lanes of a tile see of at most [`KEYS`] keys: from the call's bits, or evaluated into `room`.
     fn words<'b>(
         &'b self,
-        mask: &mut Evaluator<'_>,
+        mask: &mut Option<Evaluator<'_>>,
         bits: &Option<Range<usize>>,
         keys: Range<usize>,
         room: &'b mut [u64; KEYS],
@@ -183,6 +261,7 @@ impl Context<'_> {
         if let (Some(bits), Some(own)) = (self.expressions.bits.get(), bits) {
             return &bits.words[own.clone()][keys];
         }
+        let mask = mask.as_mut().expect("bug in fulgurite: a mask without bits has no evaluator");
         let room = &mut room[..keys.len()];
         self.kernels.conditions(mask, keys.start as i32, room);
         room
@@ -195,9 +274,16 @@ impl Context<'_> {
     }
 
     fn place_of_bits(&self, tile: &Tile) -> Option<Range<usize>> {
-        let &(start, keys) = self.expressions.bits.get()?.sequences.get(tile.sequence)?;
-        let at = start + self.slot(tile.sequence, tile.first) * keys;
-        Some(at..at + keys)
+        let own = self.expressions.bits.get()?.sequences.get(tile.sequence)?;
+        let at = own.first + self.slot(tile.sequence, tile.first) * own.keys;
+        Some(at..at + own.keys)
+    }
+
+    /// The keys that a tile sees, if the call has bits.
+    pub fn hull_of_bits(&self, tile: &Tile) -> Option<&Hull> {
+        let bits = self.expressions.bits.get()?;
+        let own = bits.sequences.get(tile.sequence)?;
+        bits.hulls.get(own.tiles + self.slot(tile.sequence, tile.first))
     }
 
     /// Index of a tile that begins at a packed row, among those of its sequence and a head.
@@ -240,7 +326,8 @@ impl Context<'_> {
             return;
         }
         let all = self.bound.sequences();
-        let (mut sequences, mut own, mut total) = (Vec::with_capacity(all.len()), Vec::new(), 0);
+        let (mut sequences, mut own): (Vec<BitsOfSequence>, Vec<usize>) = (Vec::with_capacity(all.len()), Vec::new());
+        let (mut total, mut all_tiles) = (0, 0);
         for (i, s) in all.iter().enumerate() {
             // Sequences of one shape share their bits, unless the mask tells them apart.
             let same = !plan.reads(Var::Batch) && i > 0 && (s.q_len, s.k_len) == (all[0].q_len, all[0].k_len);
@@ -250,32 +337,37 @@ impl Context<'_> {
             }
             let rows = s.q_len * self.pack;
             let tiles = if rows == 0 { 0 } else { self.slot(i, rows - 1) + 1 };
-            sequences.push((total, s.k_len));
+            sequences.push(BitsOfSequence { first: total, keys: s.k_len, tiles: all_tiles });
             own.push(i);
             total += tiles * s.k_len;
+            all_tiles += tiles;
         }
         if total > MOST_WORDS {
             return;
         }
-        let mut words = vec![0; total];
-        let mut slots: Vec<(Tile, Mutex<&mut [u64]>)> = Vec::new();
-        let mut left = &mut words[..];
+        let (mut words, mut hulls) = (vec![0; total], vec![Hull::default(); all_tiles]);
+        let mut slots: Vec<(Tile, Mutex<(&mut [u64], &mut Hull)>)> = Vec::with_capacity(all_tiles);
+        let (mut left, mut hulls_left) = (&mut words[..], hulls.iter_mut());
         for &sequence in &own {
             // The first tiles of a key/value head are those of its first query head, or of all.
             let mut tiles: Vec<Tile> = self.tiles(sequence, 0).filter(|tile| tile.head == 0).collect();
             tiles.sort_unstable_by_key(|tile| tile.first);
-            for tile in tiles {
+            for (tile, hull) in tiles.into_iter().zip(&mut hulls_left) {
                 let (words, rest) = left.split_at_mut(all[sequence].k_len);
-                slots.push((tile, Mutex::new(words)));
+                slots.push((tile, Mutex::new((words, hull))));
                 left = rest;
             }
         }
+        // A matrix unit that takes several blocks together begins at a key that all lanes of a tile see.
+        let one_start = self.kernels.matrix_for(self.problem.dtype()).is_some();
         pool::run(threads, slots.len(), &|i| {
-            let (tile, words) = &slots[i];
-            self.fill_bits(plan, rest, tile, &mut words.lock().unwrap_or_else(|e| e.into_inner()));
+            let (tile, own) = &slots[i];
+            let (words, hull) = &mut *own.lock().unwrap_or_else(|e| e.into_inner());
+            self.fill_bits(plan, rest, tile, words);
+            **hull = Hull::new(words, tile.rows, one_start);
         });
         drop(slots);
-        expressions.bits.get_or_init(|| MaskBits { words, sequences });
+        expressions.bits.get_or_init(|| MaskBits { words, hulls, sequences });
     }
 
     fn fill_bits(&self, plan: &TileProgram<'_>, rest: &Program, tile: &Tile, words: &mut [u64]) {
@@ -306,3 +398,49 @@ pub(crate) fn evaluator<'a>(plan: &'a TileProgram<'a>, bound: &'a Bound<'a>) -> 
 }
 
 const _: () = assert!(MAX_LANES <= 64, "a word has a bit for each lane");
+
+#[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // a list of ranges, of which there may be one
+mod tests {
+    use super::*;
+
+    /// Words of lanes that each see the keys of some ranges.
+    fn words(lanes: &[&[Range<usize>]], keys: usize) -> Vec<u64> {
+        let sees = |key: usize, own: &[Range<usize>]| own.iter().any(|range| range.contains(&key));
+        (0..keys)
+            .map(|key| lanes.iter().enumerate().map(|(lane, own)| u64::from(sees(key, own)) << lane).sum())
+            .collect()
+    }
+
+    #[test]
+    fn padding_is_whole() {
+        let hull = Hull::new(&words(&[&[3..9], &[3..9]], 12), 2, true);
+        assert_eq!((hull.keys, hull.form), (3..9, HullForm::Whole));
+        // Bits past the last row do not count.
+        let hull = Hull::new(&words(&[&[3..9], &[3..9], &[0..2]], 12), 2, true);
+        assert_eq!((hull.keys, hull.form), (3..9, HullForm::Whole));
+        let hull = Hull::new(&words(&[&[], &[]], 12), 2, true);
+        assert_eq!((hull.keys, hull.form), (0..0, HullForm::Whole));
+        assert_eq!(Hull::new(&[u64::MAX; 5], 64, false).keys, 0..5);
+    }
+
+    #[test]
+    fn intervals_are_found_and_holes_are_not() {
+        let of = |lanes: &[&[Range<usize>]], one_start| Hull::new(&words(lanes, 12), lanes.len(), one_start);
+        let ends = |form: HullForm, n: usize| match form {
+            HullForm::Intervals(own) => own.map(|row| row[..n].to_vec()),
+            other => panic!("{other:?}"),
+        };
+        let causal: [&[Range<usize>]; 4] = [&[], &[2..3], &[2..4], &[2..12]];
+        for one_start in [false, true] {
+            let hull = of(&causal, one_start);
+            assert_eq!(hull.keys, 2..12);
+            assert_eq!(ends(hull.form, 4), [vec![2, 2, 2, 2], vec![2, 3, 4, 12]]);
+        }
+        let documents: [&[Range<usize>]; 3] = [&[0..5], &[0..5], &[5..9]];
+        assert_eq!(ends(of(&documents, false).form, 3), [vec![0, 0, 5], vec![5, 5, 9]]);
+        assert_eq!(of(&documents, true).form, HullForm::Bits);
+        let holes: [&[Range<usize>]; 2] = [&[0..4, 5..6], &[0..6]];
+        assert_eq!((of(&holes, false).keys, of(&holes, false).form), (0..6, HullForm::Bits));
+    }
+}

@@ -6,7 +6,7 @@
 //! (row p is query p / pack, head p % pack), so that a group reads each key once. A lane's result never depends on its
 //! neighbours, so skipping invisible parts changes no bits.
 
-use crate::modify::Expressions;
+use crate::modify::{Expressions, HullForm};
 use crate::simd::{Ahead, ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
 use crate::step::Step;
 use crate::unit::{Packer, QueryRows, Unit, Vectors};
@@ -18,6 +18,8 @@ use std::sync::Arc;
 
 /// Keys whose visibility differs inside a vector are computed in steps of this many.
 const GRAIN: usize = 8;
+/// Tiles that read distant rows of keys faster where they lie than from a copy.
+const FEW_TILES: usize = 4;
 /// Largest number of lanes of a tile.
 pub(crate) const MAX_LANES: usize = 64;
 
@@ -66,18 +68,7 @@ impl<'a> Context<'a> {
     pub fn with(bound: &'a Bound<'a>, kernels: &'static Kernels, unit: &'a dyn Unit) -> Self {
         let problem = bound.problem();
         let own_blocks = problem.blocks().is_some_and(|spec| spec.heads > 1);
-        let exp = match problem.exp() {
-            // The error of the polynomial stays below the rounding of the output.
-            Exp::Auto => ExpKind::Poly(match problem.dtype() {
-                DType::Bf16 => 3,
-                DType::F16 => 4,
-                _ => 5,
-            }),
-            Exp::Native => ExpKind::Native,
-            Exp::Poly { degree, share } if share >= 1.0 => ExpKind::Poly(degree),
-            Exp::Poly { degree, share } => ExpKind::Mixed(degree, (share * 16.0).round() as u8),
-            Exp::Sas { threshold } => ExpKind::Sas(threshold),
-        };
+        let exp = exp_kind(problem);
         let (d, dv) = (problem.head_dim(), problem.value_dim());
         let pack = if own_blocks { 1 } else { problem.group() };
         Context {
@@ -169,7 +160,15 @@ impl<'a> Context<'a> {
 
     /// Query, head and interval of each lane of a tile.
     pub fn lanes(&self, tile: &Tile) -> Lanes {
-        self.lanes_within(tile, |_| 0..usize::MAX)
+        let Some(hull) = self.hull_of_bits(tile) else {
+            return self.lanes_within(tile, |_| 0..usize::MAX);
+        };
+        let mut lanes = self.lanes_within(tile, |_| hull.keys.clone());
+        lanes.decided = hull.form != HullForm::Bits;
+        if let HullForm::Intervals(own) = &hull.form {
+            lanes.narrow(own, tile.rows, self.kernels.lanes);
+        }
+        lanes
     }
 
     /// Like `lanes`, if a query sees only keys of an interval besides the mask. From one query to the next its ends
@@ -186,6 +185,7 @@ impl<'a> Context<'a> {
             hi: [0; MAX_LANES],
             all: [(0, usize::MAX); MAX_VECTORS],
             some: [(usize::MAX, 0); MAX_VECTORS],
+            decided: self.problem.mask_rest().is_none(),
         };
         let span = |q: usize| {
             let (keys, limit) = (self.problem.mask().keys(q, s.q_len, s.k_len), limit(q));
@@ -299,6 +299,7 @@ impl<'a> Context<'a> {
             return None;
         }
         if piece.masked
+            && !lanes.decided
             && let Some(rest) = self.problem.mask_rest()
         {
             match self.coverage(rest, tile, &piece.keys) {
@@ -314,7 +315,7 @@ impl<'a> Context<'a> {
     pub fn step_again(&self, lanes: &Lanes, piece: &Piece, origin: usize, step: &mut Step) -> bool {
         let vectors = lanes.stride / self.kernels.lanes;
         let whole = |&(start, end): &(usize, usize)| start <= piece.keys.start && piece.keys.end <= end;
-        if self.problem.mask_rest().is_some() || !lanes.all[..vectors].iter().all(whole) {
+        if !lanes.decided || !lanes.all[..vectors].iter().all(whole) {
             return false;
         }
         let own = (piece.keys.start - origin, piece.keys.end - origin);
@@ -364,7 +365,9 @@ impl<'a> Context<'a> {
                 self.kernels.transpose(own, self.d_pad, out, stride, stride, self.d_pad);
             }
         }
-        out.iter_mut().for_each(|x| *x *= scale);
+        if scale != 1.0 {
+            self.kernels.scale_lanes(out, &[scale; MAX_LANES][..stride]);
+        }
     }
 
     /// Rows of keys or values as f32 with their `n` elements: in place if they are f32 and close together, else
@@ -383,10 +386,16 @@ impl<'a> Context<'a> {
         self.keys_from(Source { data: view.data(), offset, row: rows.row, rows: count, n }, width, buffer)
     }
 
+    /// Whether products read rows where they lie. Rows that are far apart cost a page each, every time; a copy pays
+    /// once for all tiles, if there are more than [`FEW_TILES`].
+    pub fn reads_in_place(&self, from: &Source<'_>, width: usize) -> bool {
+        let few = self.problem.max_q_len() * self.pack <= FEW_TILES * self.kernels.tile;
+        matches!(from.data, Data::F32(_)) && (from.row <= 2 * width || few) && from.n == width
+    }
+
     /// Rows from any source as f32, in place or converted.
     pub fn keys_from<'b>(&self, from: Source<'b>, width: usize, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        // Rows that are far apart cost a page each, every time; a copy pays once for all tiles.
-        if let (Data::F32(all), true) = (from.data, from.row <= 2 * width && from.n == width) {
+        if let (Data::F32(all), true) = (from.data, self.reads_in_place(&from, width)) {
             return KeyRows { rows: Matrix::new(&all[from.offset..], from.row), finite: false };
         }
         let mut finite = true;
@@ -452,6 +461,22 @@ impl<'a> Context<'a> {
     }
 }
 
+/// The exponential of a problem.
+pub(crate) fn exp_kind(problem: &Problem) -> ExpKind {
+    match problem.exp() {
+        // The error of the polynomial stays below the rounding of the output.
+        Exp::Auto => ExpKind::Poly(match problem.dtype() {
+            DType::Bf16 => 3,
+            DType::F16 => 4,
+            _ => 5,
+        }),
+        Exp::Native => ExpKind::Native,
+        Exp::Poly { degree, share } if share >= 1.0 => ExpKind::Poly(degree),
+        Exp::Poly { degree, share } => ExpKind::Mixed(degree, (share * 16.0).round() as u8),
+        Exp::Sas { threshold } => ExpKind::Sas(threshold),
+    }
+}
+
 /// A tile: up to the vector unit's number of lanes of packed rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tile {
@@ -475,6 +500,8 @@ pub(crate) struct Lanes {
     /// For each vector: the keys that every lane sees, and the keys that some lane sees.
     all: [(usize, usize); MAX_VECTORS],
     some: [(usize, usize); MAX_VECTORS],
+    /// Whether the intervals say all that the mask says, so that its rest need not be asked.
+    pub decided: bool,
 }
 
 impl Lanes {
@@ -488,6 +515,23 @@ impl Lanes {
             hi: [keys as i32; MAX_LANES],
             all: [(0, keys); MAX_VECTORS],
             some: [(0, keys); MAX_VECTORS],
+            decided: true,
+        }
+    }
+
+    /// Restricts each of the first `rows` lanes to an interval, its first key and one past its last, in vectors of `width`.
+    fn narrow(&mut self, [lo, hi]: &[[i32; MAX_LANES]; 2], rows: usize, width: usize) {
+        (self.all, self.some) = ([(0, usize::MAX); MAX_VECTORS], [(usize::MAX, 0); MAX_VECTORS]);
+        for lane in 0..self.stride {
+            let own = lane.min(rows - 1);
+            let start = self.lo[lane].max(lo[own]);
+            let end = self.hi[lane].min(hi[own]).max(start);
+            (self.lo[lane], self.hi[lane]) = (start, end);
+            let (start, end, z) = (start as usize, end as usize, lane / width);
+            self.all[z] = (self.all[z].0.max(start), self.all[z].1.min(end));
+            if start < end {
+                self.some[z] = (self.some[z].0.min(start), self.some[z].1.max(end));
+            }
         }
     }
 

@@ -163,7 +163,7 @@ pub(crate) struct Vectors;
 
 impl Vectors {
     /// With 64 lanes a block of S (32 KiB) stays in the L1 cache.
-    const BLOCK: usize = 128;
+    pub const BLOCK: usize = 128;
 }
 
 impl Unit for Vectors {
@@ -222,9 +222,10 @@ impl Packer for Vectors {
         cx.keys_from(from, cx.d_pad, buffer)
     }
     fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        // Where expressions hide keys, every tile asks for this; a block answers for all.
+        // Where expressions hide keys, every tile asks for this; a block answers for all. Copies tell by themselves.
         let row = |key: usize, to: &mut [f32]| cx.kernels.widen(&from.data, from.offset + key * from.row, to);
-        let finite = cx.has_expressions() && (0..from.rows).all(|key| row(key, &mut buffer[..from.n]));
+        let asked = cx.has_expressions() && cx.reads_in_place(&from, cx.dv_pad);
+        let finite = asked && (0..from.rows).all(|key| row(key, &mut buffer[..from.n]));
         let values = cx.keys_from(from, cx.dv_pad, buffer);
         KeyRows { finite: values.finite || finite, ..values }
     }
@@ -253,6 +254,11 @@ impl Sizes {
     }
 }
 
+impl MatrixKernels {
+    /// Keys of a block, if the problem does not say.
+    pub const BLOCK: usize = 128;
+}
+
 /// Keys and queries keep their own type, in parts, and scores are scaled afterwards. In f32 the queries contain the
 /// scale, as for the vectors, so that backward finds the scores of forward.
 impl Unit for MatrixKernels {
@@ -262,7 +268,7 @@ impl Unit for MatrixKernels {
     /// Tiles load from the L2 cache as fast as from L1, and a long block loads and stores O less often: 8 to 18 %
     /// faster than with 64 keys in bf16, lab 002.
     fn block(&self, cx: &Context<'_>) -> usize {
-        cx.block.unwrap_or(128)
+        cx.block.unwrap_or(MatrixKernels::BLOCK)
     }
     fn buffer_sizes(&self, cx: &Context<'_>) -> BufferSizes {
         let Sizes { parts, weight_parts, block, d, dv } = Sizes::new(self, cx);

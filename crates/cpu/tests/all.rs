@@ -10,3 +10,4 @@ mod parallax;
 mod quantised;
 mod skip;
 mod skip_clusters;
+mod way;

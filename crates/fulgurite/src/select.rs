@@ -8,8 +8,8 @@ use crate::engine::{Engine, Run, Unsupported};
 use crate::oracle::Oracle;
 use crate::profile::Tables;
 use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Saved};
-use fulgurite_cpu::Isa;
-use fulgurite_cuda::{Cuda, Options};
+use fulgurite_cpu::{Isa, Options, Way};
+use fulgurite_cuda::{Cuda, Options as CudaOptions};
 use fulgurite_ptx::device::Device;
 use fulgurite_ptx::{Target, TensorUnit};
 use fulgurite_sim::{Options as SimOptions, Sim};
@@ -50,7 +50,7 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
 
 /// The first GPU.
 fn cuda(settings: &Settings, unit: Option<TensorUnit>) -> Result<Box<dyn Engine>, Error> {
-    let cuda = Cuda::open(0, Options::default())?;
+    let cuda = Cuda::open(0, CudaOptions::default())?;
     let tables = settings.profile.tables(&cuda.name())?;
     Ok(on_device(cuda, tables, settings, unit))
 }
@@ -77,7 +77,7 @@ fn on_device<D: Device + 'static>(
 /// # Ok::<(), fulgurite::Error>(())
 /// ```
 pub fn engines() -> Vec<Choice> {
-    let gpu = Cuda::open(0, Options::default()).is_ok().then_some(Choice::Cuda);
+    let gpu = Cuda::open(0, CudaOptions::default()).is_ok().then_some(Choice::Cuda);
     gpu.into_iter().chain(Isa::available().into_iter().map(Choice::CpuIsa)).chain([Choice::Oracle]).collect()
 }
 
@@ -96,10 +96,13 @@ pub fn explain(problem: &Problem, choice: Choice) -> String {
     explain_with(problem, choice, &Settings::default())
 }
 
-/// The unit that computes a problem's products on the CPU, as text.
+/// The unit that computes a problem's products on the CPU and the way that a call takes, as text.
 fn unit(choice: Choice, problem: &Problem) -> String {
     match choice {
-        Choice::CpuIsa(isa) => format!("; products on {}", isa.unit_of(problem)),
+        Choice::CpuIsa(isa) => {
+            let way = Way::of(problem, &Options { isa: Some(isa), ..Options::default() });
+            format!("; products on {}; way: {way}", isa.unit_of(problem))
+        }
         _ => String::new(),
     }
 }
@@ -278,6 +281,7 @@ mod tests {
         assert_eq!(oracle.last().unwrap(), "oracle: runs it, it was asked for");
         assert!(oracle[0].ends_with("not used, oracle was asked for"));
         assert!(lines(Choice::Cpu)[0].contains(": runs it, it was asked for; products on "));
+        assert!(lines(Choice::Cpu)[0].contains("; way: "));
         let missing = Isa::ALL.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
         assert!(lines(Choice::CpuIsa(missing))[0].contains("cannot run, `engine` is"));
     }

@@ -152,6 +152,33 @@ impl Program {
         None
     }
 
+    /// The first integer operation whose exact result may leave 32 bits somewhere in `domain`, as text, and the bounds of
+    /// that result. Without `contents` the elements of tensors are unknown, and what depends on them is left out.
+    pub(crate) fn past_32_bits(&self, domain: &Domain<'_>, contents: bool) -> Option<(String, i64, i64)> {
+        let all = self.all_bounds(domain, contents && self.computes_with_loads());
+        self.steps().iter().enumerate().find_map(|(i, step)| {
+            if self.types()[i] != Type::Int || (!contents && self.depends_on_load(i)) {
+                return None;
+            }
+            let (low, high) = match *step {
+                Step::Unary(Unary::Neg, a) => (-all[a].ints().1, -all[a].ints().0),
+                Step::Unary(Unary::Abs, a) => (0, all[a].ints().0.abs().max(all[a].ints().1.abs())),
+                Step::Binary(op, a, b) => exact(op, all[a].ints(), all[b].ints())?,
+                _ => return None,
+            };
+            (low < INT_MIN || high > INT_MAX).then(|| (self.text(i), low, high))
+        })
+    }
+
+    /// Whether an integer operation takes an element of a tensor.
+    pub(crate) fn computes_with_loads(&self) -> bool {
+        self.steps().iter().zip(self.types()).enumerate().any(|(i, (step, ty))| {
+            let operation = matches!(step, Step::Unary(Unary::Neg | Unary::Abs, _))
+                || matches!(step, Step::Binary(Binary::Add | Binary::Sub | Binary::Mul, ..));
+            operation && *ty == Type::Int && self.depends_on_load(i)
+        })
+    }
+
     fn depends_on_load(&self, step: usize) -> bool {
         match &self.steps()[step] {
             Step::Load(..) => true,
@@ -208,6 +235,19 @@ impl Program {
             all.push(bounds);
         }
         all
+    }
+}
+
+/// Bounds of an exact sum, difference or product of integers; `None` for other operations, which cannot leave the range.
+fn exact(op: Binary, (i, j): (i64, i64), (m, n): (i64, i64)) -> Option<(i64, i64)> {
+    match op {
+        Binary::Add => Some((i + m, j + n)),
+        Binary::Sub => Some((i - n, j - m)),
+        Binary::Mul => {
+            let all = [i * m, i * n, j * m, j * n];
+            Some((all.into_iter().min()?, all.into_iter().max()?))
+        }
+        _ => None,
     }
 }
 
@@ -380,6 +420,34 @@ mod tests {
             let Interval::Int(low, high) = bounds else { panic!("{e} gives {bounds:?}") };
             assert!((low..=high).contains(&value.int()), "{e}: {bounds:?}");
         }
+    }
+
+    #[test]
+    fn integers_past_32_bits_are_found_where_they_arise() {
+        let w = Tensor::new(vec![3, 1 << 30], &[2]).unwrap();
+        let aux = [AuxSpec { name: "w".into(), dtype: w.dtype(), shape: w.shape().to_vec(), grad: false }];
+        let views = [w.view()];
+        let found = |e: &Expr, keys: usize, contents: bool| {
+            let program = Program::compile(e, &aux, Type::Bool).unwrap();
+            let (q_len, k_len) = ((4, 4), (keys, keys));
+            let domain = Domain { batch: 0..1, heads: 0..1, q: 0..4, k: 0..keys, q_len, k_len, aux: &views };
+            program.past_32_bits(&domain, contents)
+        };
+        let hash = (k() * 1_000_003 % 11).equals(3);
+        assert_eq!(found(&hash, 2148, true), None);
+        let text = "(k * 1000003)".to_string();
+        assert_eq!(found(&hash, 2149, true), Some((text, 0, 2_148_006_444)));
+        // What is loaded is known only with contents; an id that is compared needs no room.
+        let loaded = || load("w", [k().min(1)]);
+        let (sum, id) = ((loaded() + loaded()).less(7), loaded().equals(3));
+        assert_eq!(found(&sum, 1, true), None);
+        let text = "(tensor 0[min(k, 1)] + tensor 0[min(k, 1)])".to_string();
+        assert_eq!(found(&sum, 2, true), Some((text, 6, 1 << 31)));
+        assert_eq!(found(&sum, 2, false), None);
+        assert_eq!(found(&id, 2, true), None);
+        let low = Expr::from(i32::MIN);
+        assert_eq!(found(&(-low.clone()).less(0), 1, false), Some(("-(-2147483648)".into(), 1 << 31, 1 << 31)));
+        assert_eq!(found(&low.abs().less(0), 1, false).map(|x| x.2), Some(1 << 31));
     }
 
     #[test]

@@ -47,6 +47,20 @@ pub enum Var {
     KeyLen,
 }
 
+impl Var {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Var::Score => "score",
+            Var::Batch => "batch",
+            Var::Head => "head",
+            Var::Query => "q",
+            Var::Key => "k",
+            Var::QueryLen => "q_len",
+            Var::KeyLen => "k_len",
+        }
+    }
+}
+
 /// Operations on one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Unary {
@@ -97,6 +111,43 @@ pub enum Binary {
     And,
     /// Logical or.
     Or,
+}
+
+impl Unary {
+    /// As it is printed before its operand.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Unary::Neg => "-",
+            Unary::Abs => "abs",
+            Unary::Exp => "exp",
+            Unary::Log => "log",
+            Unary::Sqrt => "sqrt",
+            Unary::Tanh => "tanh",
+            Unary::Not => "!",
+            Unary::ToFloat => "float",
+            Unary::Floor => "floor",
+        }
+    }
+}
+
+impl Binary {
+    /// As it is printed between its operands; `min` and `max` stand before them.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Binary::Add => "+",
+            Binary::Sub => "-",
+            Binary::Mul => "*",
+            Binary::Div => "/",
+            Binary::Rem => "%",
+            Binary::Min => "min",
+            Binary::Max => "max",
+            Binary::Eq => "==",
+            Binary::Lt => "<",
+            Binary::Le => "<=",
+            Binary::And => "&",
+            Binary::Or => "|",
+        }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -376,32 +427,13 @@ impl Neg for Expr {
 impl fmt::Display for Expr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &*self.0 {
-            Node::Var(v) => f.write_str(match v {
-                Var::Score => "score",
-                Var::Batch => "batch",
-                Var::Head => "head",
-                Var::Query => "q",
-                Var::Key => "k",
-                Var::QueryLen => "q_len",
-                Var::KeyLen => "k_len",
-            }),
+            Node::Var(v) => f.write_str(v.name()),
             Node::Float(x) => write!(f, "{x:?}"),
             Node::Int(x) => write!(f, "{x}"),
             Node::Bool(x) => write!(f, "{x}"),
             Node::TooLarge => f.write_str("..."),
             Node::Unary(op, a) => {
-                let name = match op {
-                    Unary::Neg => "-",
-                    Unary::Abs => "abs",
-                    Unary::Exp => "exp",
-                    Unary::Log => "log",
-                    Unary::Sqrt => "sqrt",
-                    Unary::Tanh => "tanh",
-                    Unary::Not => "!",
-                    Unary::ToFloat => "float",
-                    Unary::Floor => "floor",
-                };
-                write!(f, "{name}({a})")
+                write!(f, "{}({a})", op.name())
             }
             Node::Binary(op, a, b) => match op {
                 Binary::Min => write!(f, "min({a}, {b})"),
@@ -409,22 +441,7 @@ impl fmt::Display for Expr {
                 // `more` and `at_least` are stored with swapped sides; they are recognised by a constant on the left.
                 Binary::Lt if matches!(*a.0, Node::Int(_) | Node::Float(_)) => write!(f, "({b} > {a})"),
                 Binary::Le if matches!(*a.0, Node::Int(_) | Node::Float(_)) => write!(f, "({b} >= {a})"),
-                _ => {
-                    let sign = match op {
-                        Binary::Add => "+",
-                        Binary::Sub => "-",
-                        Binary::Mul => "*",
-                        Binary::Div => "/",
-                        Binary::Rem => "%",
-                        Binary::Eq => "==",
-                        Binary::Lt => "<",
-                        Binary::Le => "<=",
-                        Binary::And => "&",
-                        Binary::Or => "|",
-                        Binary::Min | Binary::Max => unreachable!("printed above"),
-                    };
-                    write!(f, "({a} {sign} {b})")
-                }
+                _ => write!(f, "({a} {} {b})", op.name()),
             },
             Node::Select(c, a, b) => write!(f, "select({c}, {a}, {b})"),
             Node::Load { name, at } => {

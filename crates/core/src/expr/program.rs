@@ -370,6 +370,24 @@ impl Program {
         &self.types
     }
 
+    /// A step as text, as expressions print themselves; tensors have only their numbers.
+    pub(crate) fn text(&self, step: usize) -> String {
+        let of = |i: &usize| self.text(*i);
+        match &self.steps[step] {
+            Step::Var(v) => v.name().into(),
+            Step::Float(bits) => format!("{:?}", f32::from_bits(*bits)),
+            Step::Int(x) => x.to_string(),
+            Step::Bool(x) => x.to_string(),
+            Step::Unary(op, a) => format!("{}({})", op.name(), of(a)),
+            Step::Binary(op @ (Binary::Min | Binary::Max), a, b) => format!("{}({}, {})", op.name(), of(a), of(b)),
+            Step::Binary(op, a, b) => format!("({} {} {})", of(a), op.name(), of(b)),
+            Step::Select(c, a, b) => format!("select({}, {}, {})", of(c), of(a), of(b)),
+            Step::Load(tensor, at) => {
+                format!("tensor {tensor}[{}]", at.iter().map(of).collect::<Vec<_>>().join(", "))
+            }
+        }
+    }
+
     /// Whether some step reads `v`.
     pub fn reads(&self, v: Var) -> bool {
         self.steps.contains(&Step::Var(v))

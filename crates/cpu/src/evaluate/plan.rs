@@ -88,6 +88,26 @@ impl<'a> TileProgram<'a> {
         steps.into_iter().any(|(step, axes)| axes.keys && matches!(step, Step::Unary(Unary::ToFloat, _)))
     }
 
+    /// Vector operations on a score, about: what depends on the lane or the key alone costs nothing.
+    pub fn operations(&self) -> f64 {
+        let steps = self.program.steps().iter().zip(&self.axes).zip(self.capped.iter().zip(&self.absorbed));
+        let cost = |((step, axes), (capped, absorbed)): ((&Step, &Axes), (&Option<Capped>, &bool))| {
+            if !(axes.lanes && axes.keys) || *absorbed {
+                return 0.0;
+            }
+            match step {
+                Step::Var(_) => 0.0,
+                _ if capped.is_some() => 17.0,
+                Step::Unary(Unary::Exp | Unary::Log, _) => 16.0,
+                Step::Unary(Unary::Sqrt, _) => 8.0,
+                Step::Load(..) => 4.0,
+                _ => 1.0,
+            }
+        };
+        // The scores are loaded and stored once more.
+        2.0 + steps.map(cost).sum::<f64>()
+    }
+
     /// Whether the program reads a variable.
     pub fn reads(&self, v: Var) -> bool {
         self.program.reads(v)

@@ -253,6 +253,24 @@ impl Kernels {
         unsafe { (self.transpose)(src.as_ptr(), src_stride, dst.as_mut_ptr(), dst_stride, rows, cols) }
     }
 
+    /// Like [`transpose`](Self::transpose), into rows of memory that others may write between them.
+    ///
+    /// # Safety
+    /// `dst` has `size[1]` rows of `size[0]` elements, `dst_stride` apart, and nobody else touches these elements.
+    pub unsafe fn transpose_to(
+        &self,
+        src: &[f32],
+        src_stride: usize,
+        dst: *mut f32,
+        dst_stride: usize,
+        [rows, cols]: [usize; 2],
+    ) {
+        assert!(rows.is_multiple_of(self.lanes) && cols.is_multiple_of(self.lanes), "multiples of the lanes");
+        assert!(src.len() >= extent(rows, src_stride, cols), "too small");
+        // SAFETY: the machine has the instruction set, `src` was just checked, `dst` is the caller's promise.
+        unsafe { (self.transpose)(src.as_ptr(), src_stride, dst, dst_stride, rows, cols) }
+    }
+
     /// Converts the elements of `src` from `offset` on; true if all are finite.
     pub fn widen(&self, src: &Data<'_>, offset: usize, dst: &mut [f32]) -> bool {
         let n = dst.len();

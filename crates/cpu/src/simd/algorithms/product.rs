@@ -99,6 +99,16 @@ impl Ahead {
         Ahead { streams: [Stream::default(); 4], pace }
     }
 
+    /// Spreads the rows over this many blocks of products, so that all are asked for by then. A block asks for a few lines
+    /// at most: more would wait for each other.
+    pub fn within(&mut self, blocks: usize) {
+        const LINES: usize = 24;
+        let rows: usize = self.streams.iter().map(|stream| stream.rows).sum();
+        let lines = self.streams.iter().map(|stream| stream.bytes.div_ceil(64)).max().unwrap_or(0).max(1);
+        let usual = Ahead::default().pace;
+        self.pace = rows.div_ceil(blocks.max(1)).min(LINES / lines).max(usual);
+    }
+
     /// Adds `rows` rows of `n` elements, `row` apart, from `offset` on. Nothing is read: any address will do.
     pub fn push_rows(&mut self, data: &Data<'_>, offset: usize, row: usize, n: usize, rows: usize) {
         let (start, size) = match data {
