@@ -350,7 +350,7 @@ fn gradients_of_parts_add_up() {
             dims: [128, 128],
             ..base()
         },
-        // Tiles that are split among CTAs: only the last piece has the sums.
+        // Tiles that 16-bit results would split among CTAs.
         Case { causal: false, k_len: 700, cuts: vec![], heads: [2, 2], dims: [128, 128], ..base() },
         // An odd number of sixteens of columns: neighbouring threads do not share rows.
         Case { dims: [112, 80], q_len: 61, ..base() },

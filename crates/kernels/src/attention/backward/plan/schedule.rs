@@ -30,12 +30,15 @@ pub(crate) struct Schedule {
 impl Schedule {
     /// The schedule for a configuration that has a kernel for the problem's head dims.
     ///
-    /// One field of the configuration may not be kept: with the rounding service and split tiles or a fixed order,
-    /// `key_depth` becomes 1, because the loading thread has no registers left for a second stage of keys.
+    /// Two fields of the configuration may not be kept: with the rounding service and split tiles or a fixed order,
+    /// `key_depth` becomes 1, because the loading thread has no registers left for a second stage of keys. With f32 results no
+    /// tile is split.
     pub fn new(facts: &Facts, config: BackwardConfig) -> Schedule {
+        let in_f32 = facts.results.is_f32();
+        // The main kernel has no registers left to join pieces of tiles and to store f32 rows.
+        let config = if in_f32 { BackwardConfig { join: None, ..config } } else { config };
         let plain = KernelShape::plain(&facts.features, config);
         let engine = config.has_bulk_reduce();
-        let in_f32 = facts.results.is_f32();
         let rounds = engine && facts.is_plain() && config.rounds && !in_f32;
         let spread = facts.spread(&config, engine && config.join.is_some() && has_equal_tiles(facts));
         let spread = HeadSpread { keeps_sums: in_f32 && facts.features.ragged.any(), ..spread };
