@@ -11,6 +11,7 @@ use crate::attention::forward::tiling::WarpgroupPart;
 use crate::attention::source::KeySource;
 use crate::parts::epilogue::{CopyEngineOutput, Epilogue, Output};
 use crate::parts::nonfinite::{Redo, ThreadRows};
+use crate::parts::results::ResultType;
 use crate::parts::schedule::{Work, WorkVars};
 use crate::parts::softmax::Totals;
 use fulgurite_ptx::{Group, Half, Pair, Scope, Tile, Val, Word};
@@ -121,7 +122,7 @@ where
         w.repeat(|w, leave| {
             core.blocks(w, &self.cursor, self.now.get().blocks[0]);
             // The last products take longer than memory does.
-            self.epilogue.prefetch(w, &self.now.get(), 64);
+            self.prefetch(w);
             rings.queries.done(w);
             let next = self.next_tile(w);
             leave.when(next.blocks[1].eq(0));
@@ -152,7 +153,7 @@ where
         w.repeat(|w, leave| {
             self.first_block(w);
             core.blocks(w, &self.cursor, self.now.get().blocks[0]);
-            self.epilogue.prefetch(w, &self.now.get(), 64);
+            self.prefetch(w);
             // The next tile's queries load while this one ends.
             self.kernel.rings.queries.done(w);
             let totals = core.last(w);
@@ -203,6 +204,13 @@ where
             || [0, 8].map(|below| self.first_row(work) + w.first_row().to_i32() + below).to_vec(),
             |first_key| self.cursor.key_offset.iter().for_each(|offset| offset.set(first_key)),
         );
+    }
+
+    /// Starts to bring the rows with which this tile will be merged into the L2 cache, if it will be.
+    fn prefetch(&self, w: &Scope<'k, Group>) {
+        if self.kernel.features.results == ResultType::Added {
+            self.epilogue.prefetch(w, &self.now.get(), 64);
+        }
     }
 
     /// Writes the rows of a tile. Masks and modifiers may already be prepared for the `next` one.
