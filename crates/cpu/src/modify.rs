@@ -346,7 +346,7 @@ impl Context<'_> {
             return;
         }
         let (mut words, mut hulls) = (vec![0; total], vec![Hull::default(); all_tiles]);
-        let mut slots: Vec<(Tile, Mutex<(&mut [u64], &mut Hull)>)> = Vec::with_capacity(all_tiles);
+        let mut slots: Vec<TileBits<'_>> = Vec::with_capacity(all_tiles);
         let (mut left, mut hulls_left) = (&mut words[..], hulls.iter_mut());
         for &sequence in &own {
             // The first tiles of a key/value head are those of its first query head, or of all.
@@ -391,6 +391,9 @@ impl Context<'_> {
         }
     }
 }
+
+/// A tile and the memory for its mask: the words of its keys, and their hull.
+type TileBits<'a> = (Tile, Mutex<(&'a mut [u64], &'a mut Hull)>);
 
 /// Evaluators of the gradient of an auxiliary tensor.
 pub(crate) fn evaluator<'a>(plan: &'a TileProgram<'a>, bound: &'a Bound<'a>) -> Evaluator<'a> {

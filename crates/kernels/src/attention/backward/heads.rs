@@ -36,7 +36,7 @@ pub(crate) enum HeadParts<'k> {
         dims: [u32; 2],
     },
     /// d_k and d_v themselves, and the factor of d_k.
-    Rows { d_k: Results<'k>, d_v: Results<'k>, scale: Val<'k, f32> },
+    Rows { d_k: Box<Results<'k>>, d_v: Box<Results<'k>>, scale: Val<'k, f32> },
 }
 
 impl<'k> HeadParts<'k> {
@@ -58,7 +58,7 @@ impl<'k> HeadParts<'k> {
         let to = |d| (SumLayout::of_keys(d), shape.results);
         let d_k = Results::declare::<T, C>(p, "d_k", to(shape.dims[0]), move |call| &given(args(call))[0]);
         let d_v = Results::declare::<T, C>(p, "d_v", to(shape.dims[1]), move |call| &given(args(call))[1]);
-        HeadParts::Rows { d_k, d_v, scale }
+        HeadParts::Rows { d_k: Box::new(d_k), d_v: Box::new(d_v), scale }
     }
 
     /// Stores a warpgroup's part of a result, which begins at a column and a key.
