@@ -80,9 +80,8 @@ pub(crate) enum HullForm {
 }
 
 impl Hull {
-    /// Of a tile with a word for each key, of which the lowest `rows` bits count. With `one_start`, intervals are only
-    /// those that begin at the same key.
-    fn new(words: &[u64], rows: usize, one_start: bool) -> Hull {
+    /// Of a tile with a word for each key, of which the lowest `rows` bits count.
+    fn new(words: &[u64], rows: usize) -> Hull {
         let lanes = u64::MAX >> (64 - rows);
         let first = words.iter().position(|word| word & lanes != 0).unwrap_or(0);
         let end = words.iter().rposition(|word| word & lanes != 0).map_or(first, |last| last + 1);
@@ -90,13 +89,13 @@ impl Hull {
         if words[first..end].iter().all(|word| word & lanes == lanes) {
             return Hull { keys, form: HullForm::Whole };
         }
-        let form = intervals(&words[first..end], first as i32, lanes, one_start);
+        let form = intervals(&words[first..end], first as i32, lanes);
         Hull { keys, form: form.map_or(HullForm::Bits, |own| HullForm::Intervals(Box::new(own))) }
     }
 }
 
 /// The interval of each lane among `lanes`, if each sees one; the first word is that of key `first`.
-fn intervals(words: &[u64], first: i32, lanes: u64, one_start: bool) -> Option<[[i32; MAX_LANES]; 2]> {
+fn intervals(words: &[u64], first: i32, lanes: u64) -> Option<[[i32; MAX_LANES]; 2]> {
     let [mut lo, mut hi] = [[first; MAX_LANES]; 2];
     let (mut begun, mut ended) = (0u64, 0u64);
     let each = |mut bits: u64, row: &mut [i32; MAX_LANES], key: i32| {
@@ -107,7 +106,7 @@ fn intervals(words: &[u64], first: i32, lanes: u64, one_start: bool) -> Option<[
     };
     for (key, &word) in (first..).zip(words) {
         let word = word & lanes;
-        if word & ended != 0 || (one_start && key > first && word & !begun != 0) {
+        if word & ended != 0 {
             return None;
         }
         each(word & !begun, &mut lo, key);
@@ -279,9 +278,14 @@ impl Context<'_> {
         Some(at..at + own.keys)
     }
 
+    /// Whether tiles look for intervals in their bits. On a matrix unit that has not been tested yet.
+    fn has_hulls(&self) -> bool {
+        self.kernels.matrix_for(self.problem.dtype()).is_none()
+    }
+
     /// The keys that a tile sees, if the call has bits.
     pub fn hull_of_bits(&self, tile: &Tile) -> Option<&Hull> {
-        let bits = self.expressions.bits.get()?;
+        let bits = self.expressions.bits.get().filter(|_| self.has_hulls())?;
         let own = bits.sequences.get(tile.sequence)?;
         bits.hulls.get(own.tiles + self.slot(tile.sequence, tile.first))
     }
@@ -358,13 +362,14 @@ impl Context<'_> {
                 left = rest;
             }
         }
-        // A matrix unit that takes several blocks together begins at a key that all lanes of a tile see.
-        let one_start = self.kernels.matrix_for(self.problem.dtype()).is_some();
+        let has_hulls = self.has_hulls();
         pool::run(threads, slots.len(), &|i| {
             let (tile, own) = &slots[i];
             let (words, hull) = &mut *own.lock().unwrap_or_else(|e| e.into_inner());
             self.fill_bits(plan, rest, tile, words);
-            **hull = Hull::new(words, tile.rows, one_start);
+            if has_hulls {
+                **hull = Hull::new(words, tile.rows);
+            }
         });
         drop(slots);
         expressions.bits.get_or_init(|| MaskBits { words, hulls, sequences });
@@ -417,33 +422,30 @@ mod tests {
 
     #[test]
     fn padding_is_whole() {
-        let hull = Hull::new(&words(&[&[3..9], &[3..9]], 12), 2, true);
+        let hull = Hull::new(&words(&[&[3..9], &[3..9]], 12), 2);
         assert_eq!((hull.keys, hull.form), (3..9, HullForm::Whole));
         // Bits past the last row do not count.
-        let hull = Hull::new(&words(&[&[3..9], &[3..9], &[0..2]], 12), 2, true);
+        let hull = Hull::new(&words(&[&[3..9], &[3..9], &[0..2]], 12), 2);
         assert_eq!((hull.keys, hull.form), (3..9, HullForm::Whole));
-        let hull = Hull::new(&words(&[&[], &[]], 12), 2, true);
+        let hull = Hull::new(&words(&[&[], &[]], 12), 2);
         assert_eq!((hull.keys, hull.form), (0..0, HullForm::Whole));
-        assert_eq!(Hull::new(&[u64::MAX; 5], 64, false).keys, 0..5);
+        assert_eq!(Hull::new(&[u64::MAX; 5], 64).keys, 0..5);
     }
 
     #[test]
     fn intervals_are_found_and_holes_are_not() {
-        let of = |lanes: &[&[Range<usize>]], one_start| Hull::new(&words(lanes, 12), lanes.len(), one_start);
+        let of = |lanes: &[&[Range<usize>]]| Hull::new(&words(lanes, 12), lanes.len());
         let ends = |form: HullForm, n: usize| match form {
             HullForm::Intervals(own) => own.map(|row| row[..n].to_vec()),
             other => panic!("{other:?}"),
         };
         let causal: [&[Range<usize>]; 4] = [&[], &[2..3], &[2..4], &[2..12]];
-        for one_start in [false, true] {
-            let hull = of(&causal, one_start);
-            assert_eq!(hull.keys, 2..12);
-            assert_eq!(ends(hull.form, 4), [vec![2, 2, 2, 2], vec![2, 3, 4, 12]]);
-        }
+        let hull = of(&causal);
+        assert_eq!(hull.keys, 2..12);
+        assert_eq!(ends(hull.form, 4), [vec![2, 2, 2, 2], vec![2, 3, 4, 12]]);
         let documents: [&[Range<usize>]; 3] = [&[0..5], &[0..5], &[5..9]];
-        assert_eq!(ends(of(&documents, false).form, 3), [vec![0, 0, 5], vec![5, 5, 9]]);
-        assert_eq!(of(&documents, true).form, HullForm::Bits);
+        assert_eq!(ends(of(&documents).form, 3), [vec![0, 0, 5], vec![5, 5, 9]]);
         let holes: [&[Range<usize>]; 2] = [&[0..4, 5..6], &[0..6]];
-        assert_eq!((of(&holes, false).keys, of(&holes, false).form), (0..6, HullForm::Bits));
+        assert_eq!((of(&holes).keys, of(&holes).form), (0..6, HullForm::Bits));
     }
 }

@@ -33,8 +33,8 @@ pub enum Path {
 pub enum MaskForm {
     /// There is none, or it is an interval of keys for each query.
     Intervals,
-    /// Bits, made once per call and shared by heads. A tile whose bits are an interval goes on without them; padding is
-    /// such a mask.
+    /// Bits, made once per call and shared by heads. Without a matrix unit, a tile whose bits are an interval goes on
+    /// without them; padding is such a mask.
     Bits,
     /// It depends on the head, or its bits would take too much memory: every tile evaluates its own scores.
     Evaluated,
