@@ -103,8 +103,8 @@ def flash3():
         say("FlashAttention-3 does not take part: neither `flash_attn_interface` nor `peer_fa3` is installed")
         return None
 
-    def forward(q, k, v, causal=False, softcap=0.0, window_size=(-1, -1)):
-        before, after = (None,) * 17, (None, 1, None, 0, None, 1, 0, None)
+    def forward(q, k, v, causal=False, softcap=0.0, window_size=(-1, -1), num_splits=1):
+        before, after = (None,) * 17, (None, num_splits, None, 0, None, 1, 0, None)
         return fwd(q, k, v, *before, None, None, None, q.shape[-1] ** -0.5, causal, *window_size, softcap, True, *after)[0]
 
     return forward
@@ -300,7 +300,7 @@ def decode(options, peers):
     target = torch.empty_like(source)
     copy = 2 * source.numel() / race({"copy": lambda: target.copy_(source)}, 10)["copy"] / 1e6
     say(f"decode: GB/s of K and V; copies run at {copy:.0f} GB/s (read + written)")
-    for batch in (1, 32):
+    for batch in (1, 8, 32):
         for keys in (8192, 65536):
             for queries in (1, 4, 16):
                 q, k, v = tensors(batch, queries, 32, 128, keys, 8)
@@ -309,6 +309,8 @@ def decode(options, peers):
                 calls["cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v)
                 if peers["fa4"]:
                     calls["fa4"] = functools.partial(peers["fa4"], q, k, v, causal=True)
+                if peers["fa3"]:  # 0: as many splits as it finds best
+                    calls["fa3"] = functools.partial(peers["fa3"], q, k, v, causal=True, num_splits=0)
                 if peers["flex"]:
                     qt, kt, vt = (x.transpose(1, 2) for x in (q, k, v))
                     calls["flex"] = functools.partial(peers["flex"], qt, kt, vt, enable_gqa=True)
