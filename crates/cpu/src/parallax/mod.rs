@@ -34,6 +34,7 @@ pub fn parallax_forward(bound: &ParallaxBound<'_>, outputs: &mut ParallaxOutputs
         (0..cx.bound.sequences().len()).partition(|&s| decode::suits(&cx, &cx.bound.sequences()[s]));
     let rescale = options.rescale.unwrap_or(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT));
     let plan = plain::RunOptions { rescale, threads: options.threads() };
+    cx.prepare_mask(plan.threads);
     if !few.is_empty() {
         decode::run(&cx, &few, &out, &plan, Some(&probe));
     }
