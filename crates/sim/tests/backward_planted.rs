@@ -205,7 +205,7 @@ fn in_pairs_of_blocks() {
     let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
     let wait = |text| line_with(&k(), "mbarrier.try_wait", "schedules/pairs.rs", text);
     let (d_o, open, both) =
-        (wait("(outputs.take(w)[0], values"), wait("write_fragment(peer.open"), wait("self.d_z.wait(w)"));
+        (wait("let d_o = outputs.take(w)[0]"), wait("write_fragment(peer.open"), wait("self.d_z.wait(w)"));
     let (given, keys) = (wait("channel.wait(w)"), wait("between.d_z.open(w);"));
     let give = wait("self.between.p.give(w, s)");
     // After that of the results, which the first role has too.
