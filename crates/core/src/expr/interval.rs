@@ -153,11 +153,12 @@ impl Program {
     }
 
     /// The first integer operation whose exact result may leave 32 bits somewhere in `domain`, as text, and the bounds of
-    /// that result. Without `contents` the elements of tensors are unknown, and what depends on them is left out.
+    /// that result. Without `contents` the elements of tensors are unknown, and what depends on them is left out. So is what
+    /// depends on the integer part of a float without known bounds, such as a rounded score, which saturates.
     pub(crate) fn past_32_bits(&self, domain: &Domain<'_>, contents: bool) -> Option<(String, i64, i64)> {
         let all = self.all_bounds(domain, contents && self.computes_with_loads());
         self.steps().iter().enumerate().find_map(|(i, step)| {
-            if self.types()[i] != Type::Int || (!contents && self.depends_on_load(i)) {
+            if self.types()[i] != Type::Int || (!contents && self.depends_on_load(i)) || self.saturates(i, &all) {
                 return None;
             }
             let (low, high) = match *step {
@@ -177,6 +178,17 @@ impl Program {
                 || matches!(step, Step::Binary(Binary::Add | Binary::Sub | Binary::Mul, ..));
             operation && *ty == Type::Int && self.depends_on_load(i)
         })
+    }
+
+    /// Whether a step depends on the integer part of a float that may be beyond 32 bits.
+    fn saturates(&self, step: usize, all: &[Interval]) -> bool {
+        match &self.steps()[step] {
+            Step::Unary(Unary::Floor, _) => all[step].ints().0 <= INT_MIN || all[step].ints().1 >= INT_MAX,
+            Step::Unary(_, a) => self.saturates(*a, all),
+            Step::Binary(_, a, b) => self.saturates(*a, all) || self.saturates(*b, all),
+            Step::Select(c, a, b) => [c, a, b].iter().any(|&&i| self.saturates(i, all)),
+            Step::Load(..) | Step::Var(_) | Step::Float(_) | Step::Int(_) | Step::Bool(_) => false,
+        }
     }
 
     fn depends_on_load(&self, step: usize) -> bool {
@@ -445,6 +457,10 @@ mod tests {
         assert_eq!(found(&sum, 2, true), Some((text, 6, 1 << 31)));
         assert_eq!(found(&sum, 2, false), None);
         assert_eq!(found(&id, 2, true), None);
+        // Integer parts of floats without bounds saturate; those of small floats may overflow later.
+        let part = |e: Expr| (e.floor() * 3).less(0);
+        assert_eq!(found(&part(k().to_float().exp()), 4000, true), None);
+        assert_eq!(found(&part(k().to_float() * 1e6), 1000, true).map(|x| x.2), Some(2_997_000_000));
         let low = Expr::from(i32::MIN);
         assert_eq!(found(&(-low.clone()).less(0), 1, false), Some(("-(-2147483648)".into(), 1 << 31, 1 << 31)));
         assert_eq!(found(&low.abs().less(0), 1, false).map(|x| x.2), Some(1 << 31));
