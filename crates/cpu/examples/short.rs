@@ -1,4 +1,4 @@
-//! Short sequences with heads inside (`[batch, sequence, heads, dim]`), on one thread, by the CPU time of that thread: a share of a large
+//! Short sequences in BSHD layout (`[batch, sequence, heads, dim]`), on one thread, by the CPU time of that thread: a share of a large
 //! product in the same unit, so that other programs on the machine disturb little.
 //!
 //! `short [lengths] [dims] [dtypes] [seconds] [isa] [padded]`; Linux only.

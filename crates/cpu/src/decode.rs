@@ -34,7 +34,7 @@ pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
     suits_rows(cx.problem, cx.exp, s.q_len)
 }
 
-/// Whether this path is faster for sequences of so many queries.
+/// Whether this path is faster for sequences of `queries` queries.
 pub(crate) fn suits_rows(problem: &Problem, exp: ExpKind, queries: usize) -> bool {
     let one_pass = !matches!(exp, ExpKind::Sas(_));
     let native = problem.precision() == Precision::Native;

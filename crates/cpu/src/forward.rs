@@ -98,7 +98,7 @@ fn share(cx: &Context<'_>, pairs: &[(usize, Vec<Tile>)], threads: usize) -> usiz
     let most = items_of(cx);
     let tiles: usize = pairs.iter().map(|(_, tiles)| tiles.len()).sum();
     let longest = pairs.iter().map(|(_, tiles)| tiles.len()).max().unwrap_or(0).min(most);
-    // With so many items the threads finish together.
+    // With eight items for each thread, the threads finish together.
     let plenty = tiles / (8 * threads);
     if plenty >= longest {
         return plenty.clamp(1, most);

@@ -1,4 +1,4 @@
-//! The way that a forward call takes, told from the problem alone.
+//! The way that a forward call takes, derived from the problem alone.
 
 use crate::decode;
 use crate::evaluate::TileProgram;

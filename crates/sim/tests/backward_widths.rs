@@ -43,7 +43,7 @@ fn odd_rows_in_pairs_of_ctas() {
     }
 }
 
-/// The same problems without pairs.
+/// Head dims above 128 without pairs of CTAs.
 #[test]
 fn odd_rows_by_columns() {
     for (seed, dims) in (1..).zip([[192, 192], [192, 128], [160, 160]]) {
