@@ -48,7 +48,8 @@ def best_peer(rates):
 def contenders(models):
     """The peers that ran, in words; a peer that is missing is named."""
     ran = {name for row in models for part in PASSES for name in row[part]["tflops"]} - {"ours"}
-    words = " and ".join(NAMES[name] for name in ("cudnn", "fa4", "flex") if name in ran)
+    *others, last = (NAMES[name] for name in ("cudnn", "fa4", "flex") if name in ran)
+    words = f"{', '.join(others)} and {last}" if others else last
     return words if "fa4" in ran else f"{words} (FlashAttention-4 did not take part)"
 
 
@@ -124,7 +125,7 @@ def gpu_readme(models, drawn, grids):
     others = {part: [ratio(row[part]) for row in drawn] for part in PASSES}
     text = [
         models_table(models[:6]),
-        f"NVIDIA H200, bf16, causal, TFLOP/s; in brackets the faster of {contenders(models)}. Over {len(models)} models the ratio is "
+        f"NVIDIA H200, bf16, causal, TFLOP/s; in brackets the fastest of {contenders(models)}. Over {len(models)} models the ratio is "
         f"{min(ratios['forward']):.2f} to {max(ratios['forward']):.2f} forward and {min(ratios['backward']):.2f} to {max(ratios['backward']):.2f} "
         f"backward. Over {len(drawn)} random shapes its geometric mean is {mean(others['forward']):.2f} and {mean(others['backward']):.2f}; the slowest "
         f"shapes have {min(others['forward']):.2f} and {min(others['backward']):.2f}. Over the usual grid, FlashAttention-4 included, the mean is "

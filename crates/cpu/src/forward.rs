@@ -567,7 +567,8 @@ pub(crate) fn finish(cx: &Context<'_>, queries: &mut QueryTile<'_>, rows: &mut [
     let (mut inverse, mut lse) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
     mark_nan(&mut queries.m, &queries.l);
     cx.kernels.finish(&queries.m, &queries.l, &mut inverse, &mut lse);
-    for lane in 0..if cx.bound.sinks().is_some() { queries.tile.rows } else { 0 } {
+    let rows_with_sinks = if cx.bound.sinks().is_some() { queries.tile.rows } else { 0 };
+    for lane in 0..rows_with_sinks {
         if let Some(sink) = cx.bound.sink(queries.lanes.head[lane] as usize) {
             (inverse[lane], lse[lane]) = with_sink(inverse[lane], lse[lane], sink);
         }

@@ -207,7 +207,7 @@ impl RankProblem {
         // Few key heads are repeated until the ranks divide them.
         let repeated = lcm(kv_heads, self.ranks);
         let kernel_seconds = match self.measured_seconds() {
-            // The same scores as all steps of a ring.
+            // One piece has as many scores as all steps of a ring together.
             Some(seconds) => seconds,
             None => self.kernel([heads / self.ranks, repeated / self.ranks], [length, length], self.causal, on)?,
         };

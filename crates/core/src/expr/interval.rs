@@ -135,8 +135,9 @@ impl Program {
     /// The first load whose index may leave its tensor somewhere in `domain`: (tensor, axis, low, high).
     pub(crate) fn loads_outside(&self, domain: &Domain<'_>) -> Option<(usize, usize, i64, i64)> {
         // The contents of tensors matter only if a load feeds another load's index.
+        let loaded = self.depends_on_load();
         let feeds_an_index = self.steps().iter().any(|step| match step {
-            Step::Load(_, at) => at.iter().any(|&i| self.depends_on_load(i)),
+            Step::Load(_, at) => at.iter().any(|&i| loaded[i]),
             _ => false,
         });
         let all = self.all_bounds(domain, feeds_an_index);
@@ -157,8 +158,11 @@ impl Program {
     /// depends on the integer part of a float without known bounds, such as a rounded score, which saturates.
     pub(crate) fn past_32_bits(&self, domain: &Domain<'_>, contents: bool) -> Option<(String, i64, i64)> {
         let all = self.all_bounds(domain, contents && self.computes_with_loads());
+        let loaded = self.depends_on_load();
+        let is_whole = |i: usize| all[i].ints().0 <= INT_MIN || all[i].ints().1 >= INT_MAX;
+        let saturates = self.depends(|i, step| matches!(step, Step::Unary(Unary::Floor, _)) && is_whole(i));
         self.steps().iter().enumerate().find_map(|(i, step)| {
-            if self.types()[i] != Type::Int || (!contents && self.depends_on_load(i)) || self.saturates(i, &all) {
+            if self.types()[i] != Type::Int || (!contents && loaded[i]) || saturates[i] {
                 return None;
             }
             let (low, high) = match *step {
@@ -173,32 +177,32 @@ impl Program {
 
     /// Whether an integer operation takes an element of a tensor.
     pub(crate) fn computes_with_loads(&self) -> bool {
+        let loaded = self.depends_on_load();
         self.steps().iter().zip(self.types()).enumerate().any(|(i, (step, ty))| {
             let operation = matches!(step, Step::Unary(Unary::Neg | Unary::Abs, _))
                 || matches!(step, Step::Binary(Binary::Add | Binary::Sub | Binary::Mul, ..));
-            operation && *ty == Type::Int && self.depends_on_load(i)
+            operation && *ty == Type::Int && loaded[i]
         })
     }
 
-    /// Whether a step depends on the integer part of a float that may be beyond 32 bits.
-    fn saturates(&self, step: usize, all: &[Interval]) -> bool {
-        match &self.steps()[step] {
-            Step::Unary(Unary::Floor, _) => all[step].ints().0 <= INT_MIN || all[step].ints().1 >= INT_MAX,
-            Step::Unary(_, a) => self.saturates(*a, all),
-            Step::Binary(_, a, b) => self.saturates(*a, all) || self.saturates(*b, all),
-            Step::Select(c, a, b) => [c, a, b].iter().any(|&&i| self.saturates(i, all)),
-            Step::Load(..) | Step::Var(_) | Step::Float(_) | Step::Int(_) | Step::Bool(_) => false,
+    /// For each step: whether it is a step of that kind, or depends on one. One pass, because steps share operands.
+    fn depends(&self, on: impl Fn(usize, &Step) -> bool) -> Vec<bool> {
+        let mut all: Vec<bool> = Vec::with_capacity(self.steps().len());
+        for (i, step) in self.steps().iter().enumerate() {
+            let inherited = match step {
+                Step::Unary(_, a) => all[*a],
+                Step::Binary(_, a, b) => all[*a] || all[*b],
+                Step::Select(c, a, b) => all[*c] || all[*a] || all[*b],
+                Step::Load(..) | Step::Var(_) | Step::Float(_) | Step::Int(_) | Step::Bool(_) => false,
+            };
+            all.push(inherited || on(i, step));
         }
+        all
     }
 
-    fn depends_on_load(&self, step: usize) -> bool {
-        match &self.steps()[step] {
-            Step::Load(..) => true,
-            Step::Unary(_, a) => self.depends_on_load(*a),
-            Step::Binary(_, a, b) => self.depends_on_load(*a) || self.depends_on_load(*b),
-            Step::Select(c, a, b) => [c, a, b].iter().any(|&&i| self.depends_on_load(i)),
-            Step::Var(_) | Step::Float(_) | Step::Int(_) | Step::Bool(_) => false,
-        }
+    /// For each step: whether it depends on an element of a tensor.
+    fn depends_on_load(&self) -> Vec<bool> {
+        self.depends(|_, step| matches!(step, Step::Load(..)))
     }
 
     fn all_bounds(&self, domain: &Domain<'_>, read_contents: bool) -> Vec<Interval> {
@@ -461,6 +465,9 @@ mod tests {
         let part = |e: Expr| (e.floor() * 3).less(0);
         assert_eq!(found(&part(k().to_float().exp()), 4000, true), None);
         assert_eq!(found(&part(k().to_float() * 1e6), 1000, true).map(|x| x.2), Some(2_997_000_000));
+        // Steps share operands.
+        let shared = (0..8).fold(k(), |e, _| (e.clone() + e).min(7));
+        assert_eq!(found(&shared.less(3), 9, false), None);
         let low = Expr::from(i32::MIN);
         assert_eq!(found(&(-low.clone()).less(0), 1, false), Some(("-(-2147483648)".into(), 1 << 31, 1 << 31)));
         assert_eq!(found(&low.abs().less(0), 1, false).map(|x| x.2), Some(1 << 31));

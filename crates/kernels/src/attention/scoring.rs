@@ -66,7 +66,7 @@ impl<'a, 'k> ScoringInputs<'a, 'k> {
 }
 
 impl<'k, A: RowView<'k>> Scoring<'_, 'k, A> {
-    /// Prepares modifiers for a tile. `rows` are the thread's queries. `starts` is told the first visible key of the
+    /// Prepares modifiers for a tile. `rows` are the thread's queries. `starts` receives the first visible key of the
     /// tile's sequence.
     pub fn prepare_modifiers(
         &self,

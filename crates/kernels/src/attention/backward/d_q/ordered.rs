@@ -43,7 +43,7 @@ struct Adder {
     turn: u32,
     /// Messages in flight.
     depth: u32,
-    /// How many threads or warps each hand of a message has.
+    /// For each hand: the number of threads or warps that share its job.
     hands: Vec<u32>,
     /// The event of each hand, for the table.
     events: &'static [&'static str],
