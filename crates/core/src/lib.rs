@@ -51,5 +51,5 @@ pub use outputs::{Forward, GradientOutputs, Gradients, Outputs, Saved};
 pub use precision::{Delta, GroupAttention, Int8Attention, Precision, PrecisionError};
 pub use problem::{AuxGradient, Layout, Packed, Problem, ProblemBuilder, Side};
 pub use tensor::{
-    Data, DataMut, DeviceId, DeviceMemory, Place, Storable, Tensor, TensorError, TensorView, TensorViewMut,
+    Data, DataMut, DeviceId, DeviceMemory, Footprint, Place, Storable, Tensor, TensorError, TensorView, TensorViewMut,
 };
