@@ -191,17 +191,23 @@ impl Operator for Forward {
         if !lse && results == ResultType::Input {
             plan = plan.without_lse();
         }
+        let other_unit = |given: TensorUnit, unit: TensorUnit| {
+            Err(NoKernel { feature: format!("a tile configuration of {given} for {unit}") }.into())
+        };
         if let Some(config) = config {
             if plan.config().is_none() {
-                return Err(NoKernel { feature: "a tile configuration of wgmma for mma.sync".into() }.into());
+                return other_unit(TensorUnit::Wgmma, plan.unit());
             }
             plan = plan.with_config(|usual| ForwardConfig { rescale: usual.rescale, ..config });
         }
         if let Some(config) = sync_config {
             if plan.sync_config().is_none() {
-                return Err(NoKernel { feature: "a tile configuration of mma.sync for wgmma".into() }.into());
+                return other_unit(TensorUnit::MmaSync, plan.unit());
             }
             plan = plan.with_sync_config(|usual| SyncConfig { rescale: usual.rescale, ..config });
+        }
+        if config.is_some() || sync_config.is_some() {
+            plan.check_tiles()?;
         }
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
@@ -340,13 +346,16 @@ impl Operator for Backward {
                 _ => BackwardPlan::mma_sync(problem, pass, target.arch)?,
             };
         let Some(config) = options.config else { return Ok(plan) };
-        let plan = match plan.takes(&config) {
-            Err(_) if plan.expression_blocks().is_some() => {
-                BackwardPlan::of_any_steps(problem, pass, &tables.backward, target.arch)?
-            }
-            taken => taken.map(|()| plan)?,
-        };
-        Ok(plan.with_config(config))
+        plan.check_unit(&config)?;
+        if plan.check_steps(&config).is_err() && plan.expression_blocks().is_some() {
+            // Blocks that only an expression decides are optional: without them any steps will do.
+            let plan = BackwardPlan::of_any_steps(problem, pass, &tables.backward, target.arch)?
+                .with_results(problem, &tables.backward, options.results)?
+                .with_config(config);
+            return Ok(plan.checked()?);
+        }
+        plan.check_steps(&config)?;
+        Ok(plan.with_config(config).checked()?)
     }
 }
 

@@ -51,7 +51,9 @@ const SHORT: usize = 2048;
 /// Blocks of a mask that are multiples of this in both directions consist of whole steps and whole tiles of a warpgroup.
 const STEP: usize = 64;
 /// A row coordinate past every tensor: the copy engine reads zeros there.
-const OUTSIDE: u64 = 1 << 30;
+const OUTSIDE: u64 = MAX_COUNT;
+/// Kernels count keys, and chunks of 16 bytes in rows, in 32 bits with a sign; one bit is left for sums of two of them.
+const MAX_COUNT: u64 = 1 << 30;
 
 /// A backward call: facts of the problem, and the schedule that a configuration makes of them.
 #[derive(Debug, Clone, PartialEq)]
@@ -60,8 +62,8 @@ pub struct BackwardPlan {
     schedule: Schedule,
 }
 
-/// The kernels of a call. They run in this order: prepare, zero, block_table or expression, step ranges, sinks, main, finish,
-/// heads, exact.
+/// The kernels of a call. They run in this order: prepare, zero, block_table or expression, step ranges, sinks, main, heads,
+/// finish, exact.
 #[derive(Clone)]
 pub struct Kernels {
     /// Runs first: delta, the LSE in powers of two, and zeros.
@@ -170,33 +172,40 @@ impl BackwardPlan {
 
     /// The plan of a problem with a configuration that has a kernel for it.
     fn of(facts: Facts, config: BackwardConfig) -> Result<BackwardPlan, NoKernel> {
+        BackwardPlan { schedule: Schedule::new(&facts, config), facts }.checked()
+    }
+
+    /// This plan, unless its kernels cannot count what the problem has. The count depends on the configuration.
+    pub fn checked(self) -> Result<BackwardPlan, NoKernel> {
         let missing = |feature: String| Err(NoKernel { feature });
-        let plan = BackwardPlan { schedule: Schedule::new(&facts, config), facts };
-        // The prepare kernel counts threads, and parts of rows of eight elements, in 32 bits.
-        let [d, dv] = plan.schedule.shape.dims;
-        let most = plan.schedule.rows * u64::from(d.max(dv) / 8);
-        if let Some((n, what)) = [(most, "row chunks of 16 bytes"), (plan.facts.lengths()[1], "keys")]
-            .into_iter()
-            .find(|(n, _)| *n >= OUTSIDE)
+        let chunks = u64::from(self.schedule.shape.dims.into_iter().max().unwrap_or(0)) / UNIT as u64;
+        if let Some((n, what)) =
+            [(self.schedule.rows * chunks, "row chunks of 16 bytes"), (self.facts.lengths()[1], "keys")]
+                .into_iter()
+                .find(|(n, _)| *n >= MAX_COUNT)
         {
             return missing(format!("backward of {n} {what} (fewer than 2^30 are supported)"));
         }
-        let aux = 0..plan.facts.aux_shapes.len();
-        if let Some(n) = aux.map(|aux| plan.facts.exact_words(aux)).find(|n| *n >= 1 << 31) {
+        let aux = 0..self.facts.aux_shapes.len();
+        if let Some(n) = aux.map(|aux| self.facts.exact_words(aux)).find(|n| *n >= 1 << 31) {
             return missing(format!(
-                "gradients of auxiliary tensors in a fixed order in {n} words (it has less than 2^31)"
+                "gradients of auxiliary tensors in a fixed order in {n} words (fewer than 2^31 are supported)"
             ));
         }
-        Ok(plan)
+        Ok(self)
     }
 
-    /// Refuses a configuration of the other tensor unit, and one whose steps are not in one block each if the kernel looks up
-    /// blocks by steps.
-    pub fn takes(&self, config: &BackwardConfig) -> Result<(), NoKernel> {
-        if config.is_sync() != self.config().is_sync() {
-            let [own, other] = if config.is_sync() { ["mma.sync", "wgmma"] } else { ["wgmma", "mma.sync"] };
-            return Err(NoKernel { feature: format!("a tile configuration of {own} for {other}") });
+    /// Refuses a configuration of the other tensor unit.
+    pub fn check_unit(&self, config: &BackwardConfig) -> Result<(), NoKernel> {
+        if config.is_sync() == self.config().is_sync() {
+            return Ok(());
         }
+        let [own, other] = if config.is_sync() { ["mma.sync", "wgmma"] } else { ["wgmma", "mma.sync"] };
+        Err(NoKernel { feature: format!("a tile configuration of {own} for {other}") })
+    }
+
+    /// Refuses a configuration whose steps are not in one block each, if the kernel looks up blocks by steps.
+    pub fn check_steps(&self, config: &BackwardConfig) -> Result<(), NoKernel> {
         let by_steps = self.facts.features.modifiers.modifiers.block_kind.is_some();
         match self.facts.blocks.filter(|_| by_steps) {
             Some(BlockSpec { rows, .. }) if !rows.is_multiple_of(config.rows as usize) => {
@@ -207,8 +216,8 @@ impl BackwardPlan {
     }
 
     /// This plan with another configuration, which must fit the problem's head dims. [`config`](Self::config) is the
-    /// configuration as the kernels use it: with the rounding service and split tiles or a fixed order, its `key_depth`
-    /// is 1.
+    /// configuration as the kernels use it: if the main kernel rounds d_q, and also splits tiles or adds in a fixed order,
+    /// `key_depth` becomes 1.
     pub fn with_config(self, config: BackwardConfig) -> BackwardPlan {
         BackwardPlan { schedule: Schedule::new(&self.facts, config), ..self }
     }
@@ -230,7 +239,7 @@ impl BackwardPlan {
             config if can_spread(&config) => config,
             _ => BackwardConfig::columns(),
         };
-        Ok(BackwardPlan { schedule: Schedule::new(&facts, config), facts })
+        BackwardPlan { schedule: Schedule::new(&facts, config), facts }.checked()
     }
 
     /// Refuses gradients that the kernels cannot address, and a configuration that has no kernel for f32 ones.
@@ -245,6 +254,11 @@ impl BackwardPlan {
             check_f32(name, tensor, 4)?;
         }
         Ok(())
+    }
+
+    /// The element type of the gradients of q, k and v, and whether they are added to given ones.
+    pub fn result_type(&self) -> ResultType {
+        self.facts.results
     }
 
     /// The configuration of the main kernel.
@@ -433,7 +447,7 @@ fn facts_of(
     };
     let dims = [problem.head_dim(), problem.value_dim()];
     if let Some(d) = dims.into_iter().find(|d| *d > MOST) {
-        return missing(format!("backward of head_dim {d} (it has them up to {MOST})"));
+        return missing(format!("backward of head_dim {d} (up to {MOST} are supported)"));
     }
     // Tensors whose rows are not a multiple of this are copied to memory with padded rows.
     let dims = dims.map(|d| d.next_multiple_of(UNIT) as u32);
@@ -455,7 +469,8 @@ fn facts_of(
         (problem.mask().spans_only(), problem.mask_rest().cloned(), problem.aux().to_vec());
     // Without scores there is nothing to modify or to mask. Auxiliary tensors may be empty then; none is read.
     let has_scores = problem.batch() > 0 && problem.max_q_len() > 0 && problem.max_k_len() > 0;
-    // In a fixed order every step under a table of blocks is computed, but only those that the spans leave without one.
+    // A table of blocks takes the place of the spans, and in a fixed order it skips no step. The spans do skip steps, so a fixed
+    // order keeps them and applies the rest of the mask to each element.
     let may_skip = has_scores && order == Order::Any && skipping == Skipping::ByExpression;
     let expression = ExpressionBlocks::new(problem).filter(|_| may_skip);
     let of_expression = expression.as_ref().map(ExpressionBlocks::spec);
@@ -508,8 +523,9 @@ fn config_of(
     if !config.has_kernel(largest) {
         return Err(NoKernel { feature: format!("backward of head_dim {largest} with tile configuration `{config}`") });
     }
-    // Longer steps, copy-engine reduction at head dims up to 64, and CTA pairs fit the registers only if the mask has at most
-    // one edge and exponentials are the special function unit's.
+    // Longer steps, copy-engine reduction at head dims up to 64, and CTA pairs fit the registers only without a window, and with
+    // exponentials of the special function unit. In the transposed mask, causal bounds queries on the left, and a window's
+    // left side bounds them on the right.
     let spans = Spans::of(&features.mask).transposed();
     let fits = matches!(features.exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
     let short = spans.bounded_left() && problem.max_q_len() <= SHORT;
