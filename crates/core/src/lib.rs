@@ -35,6 +35,7 @@ mod quantisable;
 pub mod random;
 pub mod skip;
 mod skip_clusters;
+mod skip_means;
 mod skip_text;
 pub mod tensor;
 mod walk;
