@@ -20,6 +20,43 @@ pub const fn lane_and_column(address: u32) -> [u32; 2] {
     [address >> 16, address & 0xffff]
 }
 
+/// The CTAs to which an allocation, a product or a commit belongs. A kernel uses one of the two throughout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CtaGroup {
+    /// One CTA.
+    Single,
+    /// Two CTAs of a cluster whose ranks differ in the lowest bit. The one with the even rank leads.
+    Pair,
+}
+
+impl CtaGroup {
+    /// Its words in PTX.
+    pub(crate) const WORDS: &'static [&'static str] = &["1", "2"];
+
+    /// Number of CTAs.
+    pub const fn ctas(self) -> u32 {
+        match self {
+            CtaGroup::Single => 1,
+            CtaGroup::Pair => 2,
+        }
+    }
+    /// Its word in PTX.
+    pub const fn word(self) -> &'static str {
+        CtaGroup::WORDS[self.ctas() as usize - 1]
+    }
+    /// The group with this word in PTX.
+    pub(crate) fn named(word: &str) -> Self {
+        if word == CtaGroup::Single.word() { CtaGroup::Single } else { CtaGroup::Pair }
+    }
+    /// Rank in the cluster of each of its CTAs, for a CTA that belongs to it.
+    pub fn ranks(self, own: usize) -> std::ops::Range<usize> {
+        match self {
+            CtaGroup::Single => own..own + 1,
+            CtaGroup::Pair => own & !1..(own & !1) + 2,
+        }
+    }
+}
+
 /// Shape, types and layouts of a product: the instruction descriptor of 16-bit operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductShape {
@@ -42,7 +79,7 @@ impl ProductShape {
     }
 
     /// Reads the bits of a descriptor. The error says which of them no product of 16-bit operands has.
-    pub fn decode(bits: u32) -> Result<ProductShape, String> {
+    pub fn decode(bits: u32, group: CtaGroup) -> Result<ProductShape, String> {
         let field = |at: u32, width: u32| bits >> at & ((1 << width) - 1);
         let to = match field(4, 2) {
             0 => Number::F16,
@@ -63,10 +100,11 @@ impl ProductShape {
             return Err(format!("bits {other:#x}, allowed: types, layouts and sizes alone"));
         }
         let (rows, cols) = (field(24, 5) << 4, field(17, 6) << 3);
-        let step = match rows {
-            64 => 8,
-            128 => 16,
-            _ => return Err(format!("{rows} rows, allowed: 64 or 128")),
+        let step = match (group, rows) {
+            (CtaGroup::Single, 64) => 8,
+            (CtaGroup::Single, 128) | (CtaGroup::Pair, 256) => 16,
+            (CtaGroup::Single, _) => return Err(format!("{rows} rows, allowed: 64 or 128")),
+            (CtaGroup::Pair, _) => return Err(format!("{rows} rows of a pair, allowed: 256")),
         };
         if cols == 0 || cols > 256 || !cols.is_multiple_of(step) {
             return Err(format!("{cols} columns, allowed: multiples of {step} up to 256"));
@@ -75,9 +113,9 @@ impl ProductShape {
         Ok(ProductShape { rows, cols, numbers: [to, a, b], majors: [major(15), major(16)] })
     }
 
-    /// The lane that holds a row.
+    /// The lane that holds a row. Of 256 rows, the first CTA of the pair has 128, and the second CTA the others.
     pub const fn lane(&self, row: u32) -> u32 {
-        if self.rows == 128 { row } else { row % 16 + 32 * (row / 16) }
+        if self.rows == 64 { row % 16 + 32 * (row / 16) } else { row % LANES }
     }
 }
 
@@ -127,6 +165,9 @@ pub struct TensorProduct {
     pub shape: u32,
     /// Whether the product adds to D.
     pub onto: bool,
+    /// CTAs that hold the operands and D: each CTA of a pair has half of the rows of A and D and half of the columns of
+    /// B, at the same addresses.
+    pub group: CtaGroup,
 }
 
 /// The side of a synchronisation on which a fence of tensor memory stands.
@@ -147,20 +188,31 @@ pub enum TensorAction {
         to: MemoryAddress,
         /// Number of columns.
         columns: u32,
+        /// CTAs that allocate together.
+        group: CtaGroup,
     },
-    /// The CTA allocates no more.
-    Relinquish,
+    /// The CTAs allocate no more.
+    Relinquish(CtaGroup),
     /// Frees columns.
     Free {
         /// Address of the first one.
         address: u32,
         /// Number of columns.
         columns: u32,
+        /// CTAs that free together.
+        group: CtaGroup,
     },
     /// Starts a product.
     Multiply(TensorProduct),
-    /// Arrives at an mbarrier when all earlier products of the thread are complete.
-    Commit(MemoryAddress),
+    /// Arrives at mbarriers when all earlier products of the thread are complete.
+    Commit {
+        /// The mbarrier, or its offset in several CTAs.
+        bar: MemoryAddress,
+        /// Mask of the CTAs of the cluster whose mbarriers are signalled; `None`: the CTA that `bar` is in.
+        multicast: Option<u16>,
+        /// CTAs of the products.
+        group: CtaGroup,
+    },
     /// Waits for the warp's loads.
     WaitLoads,
     /// Waits for the warp's stores.
@@ -190,8 +242,13 @@ mod tests {
         assert_eq!(tile.descriptor(Major::Outer) | VERSION, 0x4000_4040_0400_0000);
         let f16 = ProductShape { rows: 64, cols: 72, numbers: [Number::F16; 3], majors: [Major::Outer, Major::Inner] };
         for shape in [shape(96, Major::Outer), shape(256, Major::Inner), f16] {
-            assert_eq!(ProductShape::decode(shape.encode()), Ok(shape));
+            assert_eq!(ProductShape::decode(shape.encode(), CtaGroup::Single), Ok(shape));
         }
+        let pair = |b| ProductShape { rows: 256, ..shape(128, b) };
+        assert_eq!([Major::Inner, Major::Outer].map(|b| pair(b).encode()), [0x1020_0490, 0x1021_0490]);
+        let pair = pair(Major::Outer);
+        assert_eq!(ProductShape::decode(pair.encode(), CtaGroup::Pair), Ok(pair));
+        assert_eq!([0, 127, 128, 255].map(|row| pair.lane(row)), [0, 127, 0, 127]);
     }
 
     #[test]
@@ -205,9 +262,10 @@ mod tests {
             (good | 1 << 2, "bits 0x4"),
             (good | 3 << 7, "operand type 3"),
         ] {
-            let refused = ProductShape::decode(bits).unwrap_err();
+            let refused = ProductShape::decode(bits, CtaGroup::Single).unwrap_err();
             assert!(refused.contains(part), "{refused}");
         }
+        assert_eq!(ProductShape::decode(good, CtaGroup::Pair).unwrap_err(), "128 rows of a pair, allowed: 256");
         let good = TileShape::new(Number::Bf16, 128, 64).descriptor(Major::Inner) | VERSION | 64;
         assert_eq!(descriptor(good).map(|d| (d.address, d.swizzle)), Ok((1024, Swizzle::B128)));
         for (bits, part) in [

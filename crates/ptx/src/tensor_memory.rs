@@ -10,7 +10,7 @@ use crate::product::{Major, Number};
 use crate::row_acc::RowAcc;
 use crate::row_view::RowView;
 use crate::table::{memory, sync, tcgen05 as rows};
-use crate::tcgen05::{COLUMNS, LANES, ProductShape, VERSION};
+use crate::tcgen05::{COLUMNS, CtaGroup, LANES, ProductShape, VERSION};
 use crate::tile::TileOperand;
 use std::panic::Location;
 
@@ -24,6 +24,8 @@ pub struct TensorTile<'k> {
     /// First column among those of the kernel: a constant, and a part that is known at run time.
     column: u32,
     moved: Option<Val<'k, u32>>,
+    /// The CTAs that have such a tile at the same address.
+    group: CtaGroup,
 }
 
 /// The first operand of a product into tensor memory.
@@ -49,24 +51,60 @@ impl Builder {
     /// Columns of tensor memory for `count` tiles of accumulators with 128 rows and `cols` columns; the first tile.
     #[track_caller]
     pub fn tensor_accumulators(&self, count: u32, cols: u32) -> TensorTile<'_> {
+        self.accumulators_of("accumulators", count, cols, CtaGroup::Single)
+    }
+
+    /// Columns of tensor memory for `count` tiles of accumulators that belong to one CTA or to a pair.
+    #[track_caller]
+    pub(crate) fn accumulators_of(&self, name: &str, count: u32, cols: u32, group: CtaGroup) -> TensorTile<'_> {
+        self.owns_tensor_memory(group);
         if !cols.is_multiple_of(16) || !(16..=256).contains(&cols) {
             self.refuse(format!("tensor memory of {cols} columns a tile, allowed: multiples of 16 up to 256"));
         }
-        let column = self.take_columns(count * cols, Location::caller());
-        TensorTile { k: self, number: Number::F32, cols, column, moved: None }
+        let column = self.take_columns(name, count * cols, Location::caller());
+        TensorTile { k: self, number: Number::F32, cols, column, moved: None, group }
+    }
+
+    /// Decides whether single CTAs or pairs own the kernel's tensor memory. No kernel has both.
+    #[track_caller]
+    pub(crate) fn owns_tensor_memory(&self, group: CtaGroup) {
+        let (first, at) = self.tensor_owner.get().unwrap_or((group, Location::caller()));
+        self.tensor_owner.set(Some((first, at)));
+        if first != group {
+            let name = |group| match group {
+                CtaGroup::Single => "single CTAs",
+                CtaGroup::Pair => "a pair of CTAs",
+            };
+            self.refuse(format!(
+                "tensor memory of {}, and of {} at {}:{}, allowed: one of the two in a kernel",
+                name(group),
+                name(first),
+                at.file(),
+                at.line()
+            ));
+        }
+    }
+
+    /// The CTAs that own the kernel's tensor memory.
+    pub(crate) fn tensor_group(&self) -> CtaGroup {
+        self.tensor_owner.get().map_or(CtaGroup::Single, |(group, _)| group)
     }
 
     /// Takes columns of tensor memory, and returns the first.
     #[track_caller]
-    fn take_columns(&self, columns: u32, at: &'static Location<'static>) -> u32 {
+    fn take_columns(&self, name: &str, columns: u32, at: &'static Location<'static>) -> u32 {
+        self.tensor_uses.borrow_mut().push((name.into(), columns));
         let known = self.tensor.get();
         let (used, word, at) = known.unwrap_or_else(|| (0, self.take_small("tensor memory", 4, 4), at));
         let available = self.target().arch.tensor_columns;
         // Without tensor memory, the instructions that allocate it name the architectures that have it.
         if available > 0 && used + columns > available.min(COLUMNS) {
+            let uses: Vec<String> =
+                self.tensor_uses.borrow().iter().map(|(name, columns)| format!("{name} ({columns})")).collect();
             self.refuse(format!(
-                "{} columns of tensor memory, allowed: {available} on {}",
+                "{} columns of tensor memory: {}, allowed: {available} on {}",
                 used + columns,
+                uses.join(", "),
                 self.target().name()
             ));
         }
@@ -87,11 +125,19 @@ impl Builder {
             let scope = Scope::<crate::build::Block>::new(self);
             let first = (scope.thread() / 32).of_first_lane().eq(0);
             let to = self.shared_address(word).in_register();
+            let group = Arg::Word(self.tensor_group().word());
             scope.when(first, |_| {
-                self.emit(&rows::ALLOC, [Arg::Address(Base::Reg(to), 0), Arg::Imm(columns.into())]);
-                self.emit(&rows::RELINQUISH, []);
+                let place = Arg::Address(Base::Reg(to), 0);
+                self.emit(&rows::ALLOC, [place, Arg::Imm(columns.into()), group.clone()]);
+                self.emit(&rows::RELINQUISH, [group]);
             });
         });
+    }
+
+    /// The barrier of the CTA after an allocation, where none follows anyway.
+    pub(crate) fn end_of_allocation(&self) {
+        let Some((_, _, at)) = self.tensor_columns() else { return };
+        self.placed(at, || self.emit(&sync::BAR_ALL, []));
     }
 
     /// After all roles have ended, one warp frees the kernel's tensor memory.
@@ -104,9 +150,14 @@ impl Builder {
             self.emit(&sync::BAR_ALL, []);
             self.emit(&rows::FENCE, [Arg::Word("after")]);
             let first = (scope.thread() / 32).of_first_lane().eq(0);
-            scope.when(first, |_| {
+            let group = self.tensor_group();
+            scope.when(first, |w| {
+                if let Some(handshake) = self.handshake.get() {
+                    self.shake_hands(w, handshake);
+                }
                 let from = self.load_tensor_address(word);
-                self.emit(&rows::DEALLOC, [Arg::Reg(from.in_register()), Arg::Imm(columns.into())]);
+                let args = [Arg::Reg(from.in_register()), Arg::Imm(columns.into()), Arg::Word(group.word())];
+                self.emit(&rows::DEALLOC, args);
             });
         });
     }
@@ -177,6 +228,11 @@ impl<'k> TensorTile<'k> {
             self.k.refuse(format!("{cols} elements over {own} columns, allowed: multiples of 16 that fit"));
         }
         TensorTile { number: T::NUMBER, cols, column: self.column + own.saturating_sub(columns), ..self }
+    }
+
+    /// The CTAs that have such a tile at the same address.
+    pub(crate) fn group(self) -> CtaGroup {
+        self.group
     }
 
     /// Columns of 32 bits.
@@ -278,7 +334,8 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
 
 impl<'k> Scope<'k, Thread> {
     /// Starts d (+)= a b, 128 rows of `a` and all columns of `b`. Products of a thread run in the order in which it starts
-    /// them.
+    /// them. If `d` belongs to a pair of CTAs, each of them has 128 rows of `a` and half of the columns of `b`, at the same
+    /// addresses, and the leader's thread starts the product of both.
     #[track_caller]
     pub fn multiply_tensor(
         &self,
@@ -294,20 +351,25 @@ impl<'k> Scope<'k, Thread> {
         };
         let number_b = b.tile().shape().number;
         let halves = matches!(number, Number::F16 | Number::Bf16) && number == number_b && d.number == Number::F32;
-        if (rows_of_a, inner, b.outer()) != (LANES, b.inner(), d.cols) || !halves {
+        let ctas = d.group.ctas();
+        if (rows_of_a, inner, ctas * b.outer()) != (LANES, b.inner(), d.cols) || !halves {
+            let columns = if ctas == 1 { "matching columns" } else { "half of the columns in each CTA" };
             k.refuse(format!(
-                "a product of {number:?} {rows_of_a}x{inner} times {number_b:?} {}x{} into {:?} {LANES}x{}, allowed: 128 rows, equal inner sizes, one 16-bit type into F32, matching columns",
+                "a product of {number:?} {rows_of_a}x{inner} times {number_b:?} {}x{} into {:?} {LANES}x{}, allowed: 128 rows, equal inner sizes, one 16-bit type into F32, {columns}",
                 b.inner(), b.outer(), d.number, d.cols
             ));
             return;
         }
+        if ctas > 1 && matches!(a, TensorOperand::Tensor(_)) && !d.cols.is_multiple_of(32) {
+            k.refuse(format!("{} columns of a pair's product of tensor memory, allowed: multiples of 32", d.cols));
+        }
         let shape = ProductShape {
-            rows: LANES,
+            rows: ctas * LANES,
             cols: d.cols,
             numbers: [Number::F32, number, number],
             majors: [major, b.major()],
         };
-        let base = k.tensor_base();
+        let (base, group) = (k.tensor_base(), d.group);
         let shape = self.constant(shape.encode()).in_register();
         let d = d.place(base, 0);
         let b_steps = b.descriptors_with(VERSION);
@@ -321,8 +383,9 @@ impl<'k> Scope<'k, Thread> {
                 (&rows::MMA_TS, k.placed(Location::caller(), steps))
             }
         };
+        let group = Arg::Word(group.word());
         for (j, (a, b)) in a_steps.into_iter().zip(b_steps).enumerate() {
-            k.emit(row, [d.clone(), a, Arg::Reg(b), Arg::Reg(shape), sum.at(j)]);
+            k.emit(row, [d.clone(), a, Arg::Reg(b), Arg::Reg(shape), sum.at(j), group.clone()]);
         }
     }
 }

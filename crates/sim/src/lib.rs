@@ -52,6 +52,7 @@ mod shadow;
 mod sim;
 mod sums;
 mod tensor_memory;
+mod tensor_pair;
 mod timeline;
 mod view;
 mod warpgroup;

@@ -27,6 +27,13 @@ impl Matrix {
     pub fn set(&mut self, outer: usize, inner: usize, x: f64) {
         self.values[inner * self.outer + outer] = x as f32;
     }
+    /// The first `each` outer indices of several operands, one after the other.
+    pub fn join(parts: &[Matrix], each: usize) -> Self {
+        let depth = parts[0].depth;
+        let rows = (0..depth).flat_map(|inner| parts.iter().map(move |part| (part, inner * part.outer)));
+        let values = rows.flat_map(|(part, start)| part.values[start..start + each].iter().copied()).collect();
+        Matrix { values, outer: each * parts.len(), depth }
+    }
     pub fn get(&self, outer: usize, inner: usize) -> f32 {
         self.values[inner * self.outer + outer]
     }

@@ -10,14 +10,15 @@ use crate::mbarrier::{BarAt, User};
 use crate::multiply::{Matrix, Rows};
 use crate::options::{Order, TensorOrder};
 use crate::shadow::{Access, Conflict, Proxy, Shadow, Toucher, Who};
+use crate::tensor_pair::{PairStep, Waiting};
 use crate::view::View;
 use crate::warpgroup::Reader;
-use crate::world::{Cluster, Event, SHARED_BASE, Snapshot, World, access_of};
+use crate::world::{Cluster, Cta, Event, SHARED_BASE, Snapshot, World, access_of};
 use fulgurite_ptx::inst::Reg;
 use fulgurite_ptx::machine::{Machine, MemoryAddress, lanes};
 use fulgurite_ptx::product::Major;
 use fulgurite_ptx::tcgen05::{
-    COLUMNS, LANES, ProductShape, Side, TensorAction, TensorLeft, TensorProduct, WARP_LANES, descriptor,
+    COLUMNS, CtaGroup, LANES, ProductShape, Side, TensorAction, TensorLeft, TensorProduct, WARP_LANES, descriptor,
     lane_and_column,
 };
 use fulgurite_ptx::{Number, model};
@@ -30,7 +31,7 @@ const QUARTERS: u32 = LANES / WARP_LANES;
 /// Work of a queue that is still to be done.
 enum Work {
     Multiply { what: TensorProduct, start: Snapshot, completion: u32, issued: Access },
-    Commit { bar: BarAt, told: Snapshot, issued: Access, lane: u32 },
+    Commit { bars: Vec<BarAt>, told: Snapshot, issued: Access, lane: u32 },
 }
 
 /// Products and commits of one thread, in order.
@@ -66,6 +67,10 @@ pub(crate) struct TensorMemory {
     last: Option<u32>,
     relinquished: Option<Access>,
     queues: Vec<TensorQueue>,
+    /// A warp that waits for the other CTA of the pair to do the same.
+    pub waiting: Option<Waiting>,
+    /// The CTA of the pair that starts products, with the first one; kept by the CTA with the even rank.
+    pub issuer: Option<(usize, Access)>,
 }
 
 /// The record of a quarter of a column.
@@ -76,6 +81,20 @@ fn record(quarter: u32, column: u32) -> u64 {
 impl TensorMemory {
     fn holds(&self, first: u32, columns: u32) -> bool {
         self.held.iter().any(|held| held.first <= first && first + columns <= held.first + held.columns)
+    }
+
+    fn hold(&mut self, held: Held) {
+        let Held { first, columns, .. } = held;
+        self.last = Some(columns);
+        self.held.push(held);
+        if self.cells.is_empty() {
+            // A pattern that is a NaN in every type.
+            self.cells = vec![u32::MAX; (LANES * COLUMNS) as usize];
+        }
+        let shadow = self.shadow.get_or_insert_with(|| Shadow::new(u64::from(QUARTERS * COLUMNS * 4)));
+        for quarter in 0..QUARTERS {
+            shadow.copy_written(record(quarter, first), &vec![false; 4 * columns as usize]);
+        }
     }
 
     /// The access that allocated columns which were not freed.
@@ -119,14 +138,11 @@ impl View<'_, '_> {
     /// Performs an action on tensor memory.
     pub fn act_on_tensor(&mut self, lane: u32, what: TensorAction) {
         match what {
-            TensorAction::Allocate { to, columns } => self.allocate_columns(lane, to, columns),
-            TensorAction::Relinquish => {
-                let access = access_of(self.warp, self.block_index(), self.warp.pc, false);
-                self.memory().relinquished = Some(access);
-            }
-            TensorAction::Free { address, columns } => self.free_columns(address, columns),
+            TensorAction::Allocate { to, columns, group } => self.allocate_columns(lane, to, columns, group),
+            TensorAction::Relinquish(group) => self.relinquish(group),
+            TensorAction::Free { address, columns, group } => self.free_columns(address, columns, group),
             TensorAction::Multiply(product) => self.start_tensor_product(lane, product),
-            TensorAction::Commit(bar) => self.commit_products(lane, bar),
+            TensorAction::Commit { bar, multicast, group: _ } => self.commit_products(lane, bar, multicast),
             TensorAction::WaitLoads | TensorAction::WaitStores => {
                 let of = usize::from(what == TensorAction::WaitStores);
                 self.warp.tick();
@@ -140,7 +156,15 @@ impl View<'_, '_> {
         }
     }
 
-    fn allocate_columns(&mut self, lane: u32, to: MemoryAddress, columns: u32) {
+    fn relinquish(&mut self, group: CtaGroup) {
+        let access = access_of(self.warp, self.block_index(), self.warp.pc, false);
+        self.memory().relinquished = Some(access);
+        if group == CtaGroup::Pair && self.group_ranks(group).is_some() {
+            self.step_with_peer(PairStep::Relinquish, 0);
+        }
+    }
+
+    fn allocate_columns(&mut self, lane: u32, to: MemoryAddress, columns: u32, group: CtaGroup) {
         let access = access_of(self.warp, self.block_index(), self.warp.pc, false);
         if let Some(other) = self.memory().relinquished {
             let (here, other) = (self.world.side_of(&access), Some(self.world.side_of(&other)));
@@ -151,32 +175,35 @@ impl View<'_, '_> {
         if self.memory().last.is_some_and(|last| last < columns) {
             return self.tensor_fault(format!("{columns} columns after a smaller allocation"), None);
         }
-        // Any free range will do; which one is up to the machine.
+        let (Some(ranks), Some(there)) = (self.group_ranks(group), self.resolve(lane, to, 4)) else { return };
+        let other = match group {
+            CtaGroup::Single => None,
+            CtaGroup::Pair => match self.step_with_peer(PairStep::Allocate { columns }, there.offset) {
+                Some(other) => Some(other),
+                None => return,
+            },
+        };
+        // Any range will do that is free in all CTAs of the group; which one is up to the machine.
         let starts: Vec<u32> = (0..COLUMNS / columns)
             .map(|i| i * columns)
             .filter(|&first| {
                 let apart = |held: &Held| first + columns <= held.first || held.first + held.columns <= first;
-                self.cluster.blocks[self.warp.rank].tensor.held.iter().all(apart)
+                self.cluster.blocks[ranks.clone()].iter().flat_map(|block| &block.tensor.held).all(apart)
             })
             .collect();
         let Some(&first) = starts.get(self.world.random.below(starts.len().max(1) as u64) as usize) else {
             return self.tensor_fault(format!("{columns} columns, and no such range is free: waits for ever"), None);
         };
-        let memory = self.memory();
-        memory.last = Some(columns);
-        memory.held.push(Held { first, columns, by: access });
-        if memory.cells.is_empty() {
-            // A pattern that is a NaN in every type.
-            memory.cells = vec![u32::MAX; (LANES * COLUMNS) as usize];
-        }
-        let shadow = memory.shadow.get_or_insert_with(|| Shadow::new(u64::from(QUARTERS * COLUMNS * 4)));
-        for quarter in 0..QUARTERS {
-            shadow.copy_written(record(quarter, first), &vec![false; 4 * columns as usize]);
-        }
+        self.memory().hold(Held { first, columns, by: access });
         self.store(lane, to, fulgurite_ptx::machine::Order::Weak, &first.to_le_bytes());
+        if let Some(other) = other {
+            self.cluster.blocks[self.warp.rank ^ 1].tensor.hold(Held { first, columns, by: other.by });
+            self.store_for_peer(&other, there.offset, first);
+        }
     }
 
-    fn free_columns(&mut self, address: u32, columns: u32) {
+    fn free_columns(&mut self, address: u32, columns: u32, group: CtaGroup) {
+        let Some(ranks) = self.group_ranks(group) else { return };
         let [_, first] = lane_and_column(address);
         let at = self.memory().held.iter().position(|held| (held.first, held.columns) == (first, columns));
         let Some(at) = at else {
@@ -185,25 +212,38 @@ impl View<'_, '_> {
             let what = format!("{columns} columns from {first} are freed, held are: {}", held.join(", "));
             return self.tensor_fault(what, Some(address));
         };
-        self.memory().held.swap_remove(at);
-        let access = Access { proxy: Proxy::Async, ..access_of(self.warp, self.block_index(), self.warp.pc, false) };
-        let clock = self.tensor_clock();
-        let found = self.touch((0..QUARTERS).map(|quarter| (quarter, first, columns)), access, &clock, true);
-        self.report_conflict(found, &access, true);
+        let (access, clock) = (self.freeing(group), self.tensor_clock());
+        for rank in ranks {
+            let quarters = (0..QUARTERS).map(|quarter| (quarter, first, columns));
+            let found = self.touch(rank, quarters, access, &clock, true);
+            self.report_conflict(found, &access, true);
+        }
         self.warp.tick();
+        match group {
+            CtaGroup::Single => {
+                self.memory().held.swap_remove(at);
+            }
+            CtaGroup::Pair => {
+                let Some(other) = self.step_with_peer(PairStep::Free { columns }, first) else { return };
+                self.memory().held.swap_remove(at);
+                let held = &mut self.cluster.blocks[self.warp.rank ^ 1].tensor.held;
+                held.retain(|held| held.first != other.at);
+            }
+        }
     }
 
     /// Records an access to quarters of columns, and returns the first conflict.
     fn touch(
         &mut self,
+        rank: usize,
         parts: impl Iterator<Item = (u32, u32, u32)>,
         access: Access,
         clock: &Clock,
         writes: bool,
     ) -> Option<Conflict> {
         let clocks = [clock];
-        let mut t = Toucher::new(&clocks, access, Part::AsyncShared);
-        let shadow = self.cluster.blocks[self.warp.rank].tensor.shadow.as_mut()?;
+        let mut t = Toucher { finished: true, ..Toucher::new(&clocks, access, Part::AsyncShared) };
+        let shadow = self.cluster.blocks[rank].tensor.shadow.as_mut()?;
         let ledger = &mut self.world.ledger;
         let mut found = None;
         for (quarter, column, count) in parts {
@@ -259,7 +299,7 @@ impl View<'_, '_> {
             true => None,
         };
         let clock = self.tensor_clock();
-        let found = self.touch(std::iter::once((quarter, column, count)), access, &clock, writes);
+        let found = self.touch(self.warp.rank, std::iter::once((quarter, column, count)), access, &clock, writes);
         self.report_conflict(found, &access, writes);
         if unwritten.is_some() {
             let address = Some(u64::from(at[self.warp.active.trailing_zeros() as usize & 31]));
@@ -313,6 +353,8 @@ impl View<'_, '_> {
 
     fn start_tensor_product(&mut self, lane: u32, what: TensorProduct) {
         let issued = access_of(self.warp, self.block_index(), self.warp.pc, false);
+        let Some(ranks) = self.group_ranks(what.group) else { return };
+        self.one_issuer(&ranks, issued);
         let completion = self.world.ledger.completion();
         let mut start = self.warp.clock.clone();
         let tensor = self.tensor_clock();
@@ -340,28 +382,36 @@ impl View<'_, '_> {
         }
         queue.pending.push_back(Work::Multiply { what, start: Rc::new(start), completion, issued });
         let reads = Access { who: Who::Async(completion), ..issued };
-        cluster.blocks[rank].reaches.push(reads);
+        for block in &mut cluster.blocks[ranks] {
+            block.reaches.push(reads);
+        }
         self.enqueue(at, Some(what));
     }
 
-    fn commit_products(&mut self, lane: u32, bar: MemoryAddress) {
+    fn commit_products(&mut self, lane: u32, bar: MemoryAddress, multicast: Option<u16>) {
         let Some(there) = self.resolve(lane, bar, 8) else { return };
         let issued = access_of(self.warp, self.block_index(), self.warp.pc, true);
         let (at, rank) = (self.queue(lane), self.warp.rank);
         // What the products waited for is over when they are; what they wrote is visible to those who wait.
         let mut told = Clock::new(self.cluster.id);
         told.join_done(&self.warp.clock);
-        let bar = BarAt { rank: there.rank, offset: there.offset };
-        // The thread knows of the mbarrier's initialisation when it commits, if ever.
-        let made = self.cluster.blocks[bar.rank].bars.get(&bar.offset).map(|bar| bar.made.who);
-        if let Some(Who::Warp { comp, time }) = made
-            && self.warp.clock.get(Part::Memory, comp) >= time
-        {
-            told.raise(&[Part::Memory], comp, time);
+        let bars: Vec<BarAt> = self
+            .ranks(lane, there.rank, multicast)
+            .into_iter()
+            .map(|rank| BarAt { rank, offset: there.offset })
+            .collect();
+        for bar in &bars {
+            // The thread knows of the mbarrier's initialisation when it commits, if ever.
+            let made = self.cluster.blocks[bar.rank].bars.get(&bar.offset).map(|bar| bar.made.who);
+            if let Some(Who::Warp { comp, time }) = made
+                && self.warp.clock.get(Part::Memory, comp) >= time
+            {
+                told.raise(&[Part::Memory], comp, time);
+            }
         }
         let queue = &mut self.cluster.blocks[rank].tensor.queues[at];
         told.raise(&[Part::Memory, Part::Done], queue.comp, queue.started);
-        queue.pending.push_back(Work::Commit { bar, told: Rc::new(told), issued, lane });
+        queue.pending.push_back(Work::Commit { bars, told: Rc::new(told), issued, lane });
         self.enqueue(at, None);
     }
 
@@ -376,7 +426,7 @@ impl View<'_, '_> {
             return self.world.later(event);
         }
         let queue = &mut self.cluster.blocks[rank].tensor.queues[at];
-        let shape = product.and_then(|what| ProductShape::decode(what.shape).ok());
+        let shape = product.and_then(|what| ProductShape::decode(what.shape, what.group).ok());
         if let Some(ProductShape { rows, cols, numbers, .. }) = shape {
             let flops = 2 * u64::from(rows * cols * numbers[1].depth());
             queue.latest = self.world.product_time(block, numbers[1], flops, now, pc);
@@ -388,7 +438,8 @@ impl View<'_, '_> {
 
 /// The parts of a product that were found to be valid.
 struct Operands {
-    a: Matrix,
+    /// Rows of A, one matrix for each CTA.
+    a: Vec<Matrix>,
     b: Matrix,
     shape: ProductShape,
     /// First column of D.
@@ -410,13 +461,15 @@ impl World<'_> {
                     let ProductShape { rows, cols, numbers, .. } = operands.shape;
                     let flops = 2 * u64::from(rows * cols * numbers[1].depth());
                     let left = if matches!(what.a, TensorLeft::Tile(_)) { rows } else { 0 };
-                    self.counts[role].multiplied(numbers[1], flops, u64::from(32 * (cols + left)));
+                    self.counts[role].multiplied(numbers[1], flops, [left, cols].map(|n| u64::from(32 * n)));
                 }
             }
-            Work::Commit { bar, told, issued, lane } => {
+            Work::Commit { bars, told, issued, lane } => {
                 let now = self.now;
                 let user = User { clock: &told, access: issued, lane: Some(lane), far: true, releases: true, now };
-                self.bar_arrive(cluster, bar, 1, 0, &user);
+                for bar in bars {
+                    self.bar_arrive(cluster, bar, 1, 0, &user);
+                }
             }
         }
     }
@@ -440,16 +493,20 @@ impl World<'_> {
         access: &Access,
         start: &Clock,
     ) -> Option<Operands> {
-        let shape = match ProductShape::decode(what.shape) {
+        let shape = match ProductShape::decode(what.shape, what.group) {
             Ok(shape) => shape,
             Err(why) => {
                 self.wrong_product(access, Fault::Operand, format!("a product of {why}"), None);
                 return None;
             }
         };
-        let [lane, column] = lane_and_column(what.d);
-        let memory = &cluster.blocks[rank].tensor;
-        if lane != 0 || !memory.holds(column, shape.cols) {
+        let ([lane, column], ranks) = (lane_and_column(what.d), what.group.ranks(rank));
+        if cluster.blocks[ranks.clone()].iter().any(|block| block.running == 0) {
+            self.wrong_product(access, Fault::Exit, "a product reaches a CTA that has ended".to_owned(), None);
+            return None;
+        }
+        let held = |block: &Cta| block.tensor.holds(column, shape.cols);
+        if lane != 0 || !cluster.blocks[ranks.clone()].iter().all(held) {
             let text = format!("D of {} columns from {column}, lane {lane}, which were not allocated", shape.cols);
             self.wrong_product(access, Fault::OutOfBounds, text, Some(what.d.into()));
             return None;
@@ -468,13 +525,25 @@ impl World<'_> {
         let [_, number_a, number_b] = shape.numbers;
         let clocks = [start];
         let reader = Reader { issued: *access, clocks: &clocks };
-        let b = self.tensor_tile(cluster, rank, &reader, (what.b, number_b, shape.majors[1], shape.cols))?;
-        let a = match what.a {
-            TensorLeft::Tile(bits) => {
-                self.tensor_tile(cluster, rank, &reader, (bits, number_a, shape.majors[0], shape.rows))?
-            }
-            TensorLeft::Memory(from) => self.tensor_rows(cluster, rank, (from, shape), access, start)?,
+        // Each CTA has its part of the columns of B and of the rows of A.
+        let [cols, rows] = [shape.cols, shape.rows].map(|n| n / what.group.ctas());
+        let mut parts = Vec::new();
+        for rank in ranks.clone() {
+            parts.push(self.tensor_tile(cluster, rank, &reader, (what.b, number_b, shape.majors[1], cols))?);
+        }
+        let b = match parts.len() {
+            1 => parts.pop()?,
+            _ => Matrix::join(&parts, cols as usize),
         };
+        let mut a = Vec::new();
+        for rank in ranks {
+            a.push(match what.a {
+                TensorLeft::Tile(bits) => {
+                    self.tensor_tile(cluster, rank, &reader, (bits, number_a, shape.majors[0], rows))?
+                }
+                TensorLeft::Memory(from) => self.tensor_rows(cluster, rank, (from, shape, rows), access, start)?,
+            });
+        }
         Some(Operands { a, b, shape, column })
     }
 
@@ -509,7 +578,7 @@ impl World<'_> {
         &mut self,
         cluster: &mut Cluster,
         rank: usize,
-        (from, shape): (u32, ProductShape),
+        (from, shape, rows): (u32, ProductShape, u32),
         access: &Access,
         start: &Clock,
     ) -> Option<Matrix> {
@@ -523,8 +592,8 @@ impl World<'_> {
         }
         self.touch_columns(cluster, rank, (column, columns), (access, start), false);
         let memory = &mut cluster.blocks[rank].tensor;
-        let mut a = Matrix::new(shape.rows as usize, number.depth() as usize);
-        for row in 0..shape.rows {
+        let mut a = Matrix::new(rows as usize, number.depth() as usize);
+        for row in 0..rows {
             for (i, &word) in memory.row(shape.lane(row), column, columns).iter().enumerate() {
                 for half in 0..2 {
                     a.set(row as usize, 2 * i + half, model::decode(word >> (16 * half), number));
@@ -547,7 +616,7 @@ impl World<'_> {
             return;
         }
         let clocks = [start];
-        let mut t = Toucher::new(&clocks, *access, Part::AsyncShared);
+        let mut t = Toucher { finished: true, ..Toucher::new(&clocks, *access, Part::AsyncShared) };
         let Some(shadow) = cluster.blocks[rank].tensor.shadow.as_mut() else { return };
         let (mut found, mut unwritten) = (None, None);
         for quarter in 0..QUARTERS {
@@ -579,15 +648,18 @@ impl World<'_> {
         by: (&Access, &Clock),
     ) {
         let Operands { a, b, shape, column } = operands;
-        if what.onto {
-            self.touch_columns(cluster, rank, (*column, shape.cols), by, false);
-        }
-        self.touch_columns(cluster, rank, (*column, shape.cols), by, true);
-        let memory = &mut cluster.blocks[rank].tensor;
-        let mut rows = Rows::new(a, b, shape.numbers, shape.cols as usize);
-        for row in 0..shape.rows {
-            let cells = memory.row(shape.lane(row), *column, shape.cols);
-            rows.multiply(row as usize, what.onto, cells);
+        let rows = shape.rows / what.group.ctas();
+        for (rank, a) in what.group.ranks(rank).zip(a) {
+            if what.onto {
+                self.touch_columns(cluster, rank, (*column, shape.cols), by, false);
+            }
+            self.touch_columns(cluster, rank, (*column, shape.cols), by, true);
+            let memory = &mut cluster.blocks[rank].tensor;
+            let mut product = Rows::new(a, b, shape.numbers, shape.cols as usize);
+            for row in 0..rows {
+                let cells = memory.row(shape.lane(row), *column, shape.cols);
+                product.multiply(row as usize, what.onto, cells);
+            }
         }
     }
 }

@@ -153,10 +153,9 @@ impl World<'_> {
         }
         Four { warps: &mut cluster.warps[first..first + 4], program }.multiply(what, &a, &b);
         let flops = 2 * ROWS as u64 * u64::from(what.n) * u64::from(number_a.depth());
-        let operand_bytes =
-            u64::from(what.n) * 32 + if matches!(what.a, Left::Tile(..)) { 32 * ROWS as u64 } else { 0 };
+        let left_bytes = if matches!(what.a, Left::Tile(..)) { 32 * ROWS as u64 } else { 0 };
         let role = cluster.warps[first].role;
-        self.counts[role].multiplied(number_a, flops, operand_bytes);
+        self.counts[role].multiplied(number_a, flops, [left_bytes, 32 * u64::from(what.n)]);
         let group = &mut cluster.blocks[rank].warpgroups[group];
         group.done += 1;
         group.latest = self.now;

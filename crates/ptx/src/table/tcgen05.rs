@@ -1,13 +1,13 @@
 //! Tensor memory and the products of one thread into it: `tcgen05`, on data-centre Blackwell.
 
 use super::any;
-use crate::inst::Class::{B32, B64, F32, Pred};
+use crate::inst::Class::{B16, B32, B64, F32, Pred};
 use crate::inst::{
     Effect, Inst, Kind, Needs, Op, Operand, Space, Steps, Together, Unit, arg, args, at, number, of, outs, reg, steps,
     word,
 };
 use crate::machine::{Machine, MemoryAddress, WARP, address, lanes, value};
-use crate::tcgen05::{Side, TensorAction, TensorLeft, TensorProduct};
+use crate::tcgen05::{CtaGroup, Side, TensorAction, TensorLeft, TensorProduct};
 
 const SOURCE: &str = "PTX ISA, tensor core generation 5 instructions, tcgen05";
 
@@ -43,6 +43,14 @@ const fn tensor(name: &'static str) -> Operand {
     of(name, Kind::TensorAddress)
 }
 
+/// The CTAs to which an instruction belongs. ptxas refuses a kernel with both.
+const GROUP: Operand = word("group", CtaGroup::WORDS);
+
+/// The CTAs of a use whose operand `i` is [`GROUP`].
+fn group(op: &Op, i: usize) -> CtaGroup {
+    CtaGroup::named(op.word(i))
+}
+
 /// Performs an action once for the warp.
 fn once(m: &mut dyn Machine, f: impl FnOnce(&mut dyn Machine, u32) -> TensorAction) {
     let lane = m.active().trailing_zeros();
@@ -53,14 +61,14 @@ fn once(m: &mut dyn Machine, f: impl FnOnce(&mut dyn Machine, u32) -> TensorActi
 /// Allocates `n` columns and writes their address to shared memory.
 pub static ALLOC: Inst = row(
     "tcgen05.alloc",
-    "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 {to}, {n};",
-    &[at("to", Space::Shared), number("n", ALLOCATED)],
+    "tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 {to}, {n};",
+    &[at("to", Space::Shared), number("n", ALLOCATED), GROUP],
     Together::Warp,
     Effect::Start,
     |m, op| {
         once(m, |m, lane| {
             let to = MemoryAddress { space: Space::Shared, address: address(m, lane, op, 0) };
-            TensorAction::Allocate { to, columns: op.number(1) as u32 }
+            TensorAction::Allocate { to, columns: op.number(1) as u32, group: group(op, 2) }
         });
     },
 );
@@ -68,22 +76,25 @@ pub static ALLOC: Inst = row(
 /// The CTA allocates no more.
 pub static RELINQUISH: Inst = row(
     "tcgen05.relinquish",
-    "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
-    &[],
+    "tcgen05.relinquish_alloc_permit.cta_group::{group}.sync.aligned;",
+    &[GROUP],
     Together::Warp,
     Effect::Signal,
-    |m, _| once(m, |_, _| TensorAction::Relinquish),
+    |m, op| once(m, |_, _| TensorAction::Relinquish(group(op, 0))),
 );
 
 /// Frees `n` columns.
 pub static DEALLOC: Inst = row(
     "tcgen05.dealloc",
-    "tcgen05.dealloc.cta_group::1.sync.aligned.b32 {from}, {n};",
-    &[reg("from", B32), number("n", ALLOCATED)],
+    "tcgen05.dealloc.cta_group::{group}.sync.aligned.b32 {from}, {n};",
+    &[reg("from", B32), number("n", ALLOCATED), GROUP],
     Together::Warp,
     Effect::Signal,
     |m, op| {
-        once(m, |m, lane| TensorAction::Free { address: value(m, lane, op, 0) as u32, columns: op.number(1) as u32 });
+        once(m, |m, lane| {
+            let (address, columns) = (value(m, lane, op, 0) as u32, op.number(1) as u32);
+            TensorAction::Free { address, columns, group: group(op, 2) }
+        });
     },
 );
 
@@ -175,41 +186,68 @@ fn start(m: &mut dyn Machine, op: &Op, left: fn(&mut dyn Machine, u32, &Op) -> T
         let d = address(m, lane, op, 0) as u32;
         let (a, b) = (left(m, lane, op), value(m, lane, op, 2));
         let (shape, onto) = (value(m, lane, op, 3) as u32, value(m, lane, op, 4) == 1);
-        m.tensor(lane, TensorAction::Multiply(TensorProduct { d, a, b, shape, onto }));
+        m.tensor(lane, TensorAction::Multiply(TensorProduct { d, a, b, shape, onto, group: group(op, 5) }));
     }
 }
 
 /// D (+)= A B with 16-bit elements, both operands in shared memory.
 pub static MMA_SS: Inst = multiply(
     "tcgen05.mma.ss",
-    "tcgen05.mma.cta_group::1.kind::f16 {d}, {a}, {b}, {shape}, {onto};",
-    &[tensor("d"), reg("a", B64), reg("b", B64), reg("shape", B32), arg("onto", Pred)],
+    "tcgen05.mma.cta_group::{group}.kind::f16 {d}, {a}, {b}, {shape}, {onto};",
+    &[tensor("d"), reg("a", B64), reg("b", B64), reg("shape", B32), arg("onto", Pred), GROUP],
     |m, op| start(m, op, |m, lane, op| TensorLeft::Tile(value(m, lane, op, 1))),
 );
 
 /// D (+)= A B with 16-bit elements, A in tensor memory.
 pub static MMA_TS: Inst = multiply(
     "tcgen05.mma.ts",
-    "tcgen05.mma.cta_group::1.kind::f16 {d}, {a}, {b}, {shape}, {onto};",
-    &[tensor("d"), tensor("a"), reg("b", B64), reg("shape", B32), arg("onto", Pred)],
+    "tcgen05.mma.cta_group::{group}.kind::f16 {d}, {a}, {b}, {shape}, {onto};",
+    &[tensor("d"), tensor("a"), reg("b", B64), reg("shape", B32), arg("onto", Pred), GROUP],
     |m, op| start(m, op, |m, lane, op| TensorLeft::Memory(address(m, lane, op, 1) as u32)),
 );
+
+fn commit(m: &mut dyn Machine, op: &Op, mask: Option<usize>, group: CtaGroup) {
+    for lane in lanes(m.active()) {
+        let bar = MemoryAddress { space: Space::Cluster, address: address(m, lane, op, 0) };
+        let multicast = mask.map(|i| value(m, lane, op, i) as u16);
+        m.tensor(lane, TensorAction::Commit { bar, multicast, group });
+    }
+}
 
 /// Arrives at an mbarrier when all earlier products of the thread are complete.
 pub static COMMIT: Inst = row(
     "tcgen05.commit",
-    "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 {bar};",
-    &[at("bar", Space::Cluster)],
+    "tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster.b64 {bar};",
+    &[at("bar", Space::Cluster), GROUP],
     Together::Thread,
     Effect::Signal,
-    |m, op| {
-        for lane in lanes(m.active()) {
-            let bar = MemoryAddress { space: Space::Cluster, address: address(m, lane, op, 0) };
-            m.tensor(lane, TensorAction::Commit(bar));
-        }
-    },
+    |m, op| commit(m, op, None, group(op, 1)),
+);
+
+/// Arrives at an mbarrier in several CTAs, at the same offset in each, when all earlier products of the thread are
+/// complete.
+pub static COMMIT_MULTICAST: Inst = row(
+    "tcgen05.commit.multicast",
+    "tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 {bar}, {mask};",
+    &[at("bar", Space::Cluster), reg("mask", B16), GROUP],
+    Together::Thread,
+    Effect::Signal,
+    |m, op| commit(m, op, Some(1), group(op, 2)),
 );
 
 /// All rows of this family.
-pub static ROWS: &[&Inst] =
-    &[&ALLOC, &RELINQUISH, &DEALLOC, &LD, &ST, &ST_F32, &WAIT_LD, &WAIT_ST, &FENCE, &MMA_SS, &MMA_TS, &COMMIT];
+pub static ROWS: &[&Inst] = &[
+    &ALLOC,
+    &RELINQUISH,
+    &DEALLOC,
+    &LD,
+    &ST,
+    &ST_F32,
+    &WAIT_LD,
+    &WAIT_ST,
+    &FENCE,
+    &MMA_SS,
+    &MMA_TS,
+    &COMMIT,
+    &COMMIT_MULTICAST,
+];
