@@ -90,7 +90,7 @@ macro_rules! entry {
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
     JOINED.get_or_init(|| {
-        let products = [WGMMA_PRODUCTS, MMA_SYNC_PRODUCTS, TCGEN05_PRODUCTS].concat();
+        let products = [WGMMA_PRODUCTS, MMA_SYNC_PRODUCTS, TCGEN05_PRODUCTS, PAIR_PRODUCTS].concat();
         let forward = [FORWARD, FEATURES, FORWARD_SYNC, FORWARD_TENSOR].concat();
         let decode = [DECODE, DECODE_FEATURES].concat();
         let backward = [BACKWARD, BACKWARD_SYNC, AUXILIARY].concat();
@@ -104,29 +104,37 @@ const NT: Layouts = Layouts { a: Major::Inner, b: Major::Inner };
 const TN: Layouts = Layouts { a: Major::Outer, b: Major::Outer };
 const TT: Layouts = Layouts { a: Major::Outer, b: Major::Inner };
 
-/// Entries of products by one tensor unit, in every layout of some element types.
+/// Entries of products by one tensor unit in clusters of one size, in every layout of some element types.
 macro_rules! products {
-    ($unit:ident $prefix:literal $by:literal: $($number:ident $element:literal),*) => {
+    ($unit:ident $cluster:literal $prefix:literal $by:literal: $($number:ident $element:literal),*) => {
         &[$(
-            products!(@entry $unit $prefix $by $number $element NN "nn" "A [m][k], B [k][n]"),
-            products!(@entry $unit $prefix $by $number $element NT "nt" "A [m][k], B [n][k]"),
-            products!(@entry $unit $prefix $by $number $element TN "tn" "A [k][m], B [k][n]"),
-            products!(@entry $unit $prefix $by $number $element TT "tt" "A [k][m], B [n][k]"),
+            products!(@entry $unit $cluster $prefix $by $number $element NN "nn" "A [m][k], B [k][n]"),
+            products!(@entry $unit $cluster $prefix $by $number $element NT "nt" "A [m][k], B [n][k]"),
+            products!(@entry $unit $cluster $prefix $by $number $element TN "tn" "A [k][m], B [k][n]"),
+            products!(@entry $unit $cluster $prefix $by $number $element TT "tt" "A [k][m], B [n][k]"),
         )*]
     };
-    (@entry $unit:ident $prefix:literal $by:literal $number:ident $element:literal $layouts:ident $name:literal $shapes:literal) => {
+    (@entry $unit:ident $cluster:literal $prefix:literal $by:literal $number:ident $element:literal $layouts:ident $name:literal $shapes:literal) => {
         Entry {
             name: concat!($prefix, "-", $element, "-", $name),
             summary: concat!("C = A B", $by, ", ", $element, "; ", $shapes),
-            build: |target| ProductPlan::usual_kernel(target, (Number::$number, $layouts), TensorUnit::$unit),
-            example: Some(Example::Product { number: Number::$number, layouts: $layouts, unit: TensorUnit::$unit }),
+            build: |target| {
+                ProductPlan::usual_kernel(target, (Number::$number, $layouts), (TensorUnit::$unit, $cluster))
+            },
+            example: Some(Example::Product {
+                number: Number::$number,
+                layouts: $layouts,
+                unit: TensorUnit::$unit,
+                cluster: $cluster,
+            }),
         }
     };
 }
 
-const WGMMA_PRODUCTS: &[Entry] = products!(Wgmma "gemm" "": Bf16 "bf16", F16 "f16");
-const MMA_SYNC_PRODUCTS: &[Entry] = products!(MmaSync "gemm-sync" " by mma.sync": Bf16 "bf16");
-const TCGEN05_PRODUCTS: &[Entry] = products!(Tcgen05 "gemm-tensor" " by tcgen05": Bf16 "bf16", F16 "f16");
+const WGMMA_PRODUCTS: &[Entry] = products!(Wgmma 1 "gemm" "": Bf16 "bf16", F16 "f16");
+const MMA_SYNC_PRODUCTS: &[Entry] = products!(MmaSync 1 "gemm-sync" " by mma.sync": Bf16 "bf16");
+const TCGEN05_PRODUCTS: &[Entry] = products!(Tcgen05 1 "gemm-tensor" " by tcgen05": Bf16 "bf16", F16 "f16");
+const PAIR_PRODUCTS: &[Entry] = products!(Tcgen05 2 "gemm-pair" " by tcgen05 of CTA pairs": Bf16 "bf16", F16 "f16");
 
 /// Forward attention, tuned for 8192 keys.
 fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>

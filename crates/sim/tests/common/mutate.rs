@@ -243,3 +243,45 @@ pub fn only_one_lane(mut kernel: Kernel, row: &str, n: usize) -> Kernel {
     walk(&mut kernel.body, row, &mut left, elected, &elect);
     kernel
 }
+
+/// What the leader of a pair alone does in the original, done by both CTAs: the branch on the CTA's rank around the first
+/// use of a row is gone.
+pub fn unguarded(mut kernel: Kernel, row: &str) -> Kernel {
+    let (mut ranks, mut leads) = (Vec::new(), Vec::new());
+    kernel.each_op(&mut |op| {
+        let reads = |regs: &[Reg]| op.reads().any(|reg| regs.contains(&reg));
+        if op.inst.name == "mov.special.cluster" && op.word(1) == "%cluster_ctarank" {
+            ranks.extend(op.writes());
+        } else if op.inst.name == "setp" && reads(&ranks) {
+            leads.extend(op.writes());
+        }
+    });
+    fn has(block: &[Stmt], row: &str) -> bool {
+        block.iter().any(|stmt| match stmt {
+            Stmt::Op(op) => op.inst.name == row,
+            Stmt::If { then, otherwise, .. } => has(then, row) || has(otherwise, row),
+            Stmt::Loop { body, .. } => has(body, row),
+            Stmt::Break { .. } => false,
+        })
+    }
+    fn walk(block: &mut Vec<Stmt>, row: &str, leads: &[Reg]) -> bool {
+        for i in 0..block.len() {
+            let found = match &mut block[i] {
+                Stmt::If { cond, then, .. } if leads.contains(cond) && has(then, row) => {
+                    let then = std::mem::take(then);
+                    block.splice(i..=i, then);
+                    true
+                }
+                Stmt::If { then, otherwise, .. } => walk(then, row, leads) || walk(otherwise, row, leads),
+                Stmt::Loop { body, .. } => walk(body, row, leads),
+                _ => false,
+            };
+            if found {
+                return true;
+            }
+        }
+        false
+    }
+    assert!(walk(&mut kernel.body, row, &leads), "{} has no {row} of the leader alone", kernel.name);
+    kernel
+}
