@@ -31,6 +31,7 @@ mod sync;
 pub mod table;
 pub mod tcgen05;
 mod tensor_memory;
+mod tensor_scales;
 mod tile;
 mod verify;
 mod wgmma;
@@ -55,5 +56,6 @@ pub use sync::{
     Numbers, PeerTiles, Pipe, TensorRing, TokenRing, Which, Zeros,
 };
 pub use tensor_memory::{TensorOperand, TensorTile};
+pub use tensor_scales::{TensorScales, scale_tile};
 pub use tile::{Tile, TileOperand};
 pub use verify::varying;

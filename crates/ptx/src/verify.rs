@@ -143,7 +143,7 @@ fn spread(block: &[Stmt], divergent: bool, varying: &mut HashSet<Reg>) {
                 // Lanes that update the same word see different old values.
                 let source = source || matches!(op.inst.effect, Effect::Update(_));
                 let source = source
-                    || matches!(op.inst.name, "elect" | "ldmatrix" | "tcgen05.ld")
+                    || matches!(op.inst.name, "elect" | "ldmatrix" | "tcgen05.ld" | "tcgen05.ld.b32")
                     || op.inst.together == Together::Warpgroup;
                 if divergent || source || (!same && op.reads().any(|r| varying.contains(&r))) {
                     varying.extend(op.writes());

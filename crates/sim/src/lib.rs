@@ -53,6 +53,7 @@ mod sim;
 mod sums;
 mod tensor_memory;
 mod tensor_pair;
+mod tensor_scales;
 mod timeline;
 mod view;
 mod warpgroup;

@@ -11,6 +11,7 @@ use crate::multiply::{Matrix, Rows};
 use crate::options::{Order, TensorOrder};
 use crate::shadow::{Access, Conflict, Proxy, Shadow, Toucher, Who};
 use crate::tensor_pair::{PairStep, Waiting};
+use crate::tensor_scales::{ScaleBlock, ScaleCopy};
 use crate::view::View;
 use crate::warpgroup::Reader;
 use crate::world::{Cluster, Cta, Event, SHARED_BASE, Snapshot, World, access_of};
@@ -22,15 +23,17 @@ use fulgurite_ptx::tcgen05::{
     lane_and_column,
 };
 use fulgurite_ptx::{Number, model};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::Range;
 use std::rc::Rc;
 
 /// Quarters of the lanes, one for each warp of a warpgroup.
 const QUARTERS: u32 = LANES / WARP_LANES;
 
 /// Work of a queue that is still to be done.
-enum Work {
+pub(crate) enum Work {
     Multiply { what: TensorProduct, start: Snapshot, completion: u32, issued: Access },
+    CopyScales { what: ScaleCopy, start: Snapshot, completion: u32, issued: Access },
     Commit { bars: Vec<BarAt>, told: Snapshot, issued: Access, lane: u32 },
 }
 
@@ -41,8 +44,10 @@ struct TensorQueue {
     /// Its clock counts the products that are complete.
     comp: Comp,
     pending: VecDeque<Work>,
-    /// Number of products started.
+    /// Number of products and copies started.
     started: u32,
+    /// Copies of scales, which run before the products that start later: their count.
+    copies: (Comp, u32),
     /// Products into one accumulator run in order: their count, by address and shape.
     chains: HashMap<(u32, u32), (Comp, u32)>,
     /// Cycle at which the last product ends.
@@ -67,6 +72,8 @@ pub(crate) struct TensorMemory {
     last: Option<u32>,
     relinquished: Option<Access>,
     queues: Vec<TensorQueue>,
+    /// Blocks of scales that were copied, by their first column.
+    pub scales: BTreeMap<u32, ScaleBlock>,
     /// A warp that waits for the other CTA of the pair to do the same.
     pub waiting: Option<Waiting>,
     /// The CTA of the pair that starts products, with the first one; kept by the CTA with the even rank.
@@ -79,7 +86,7 @@ fn record(quarter: u32, column: u32) -> u64 {
 }
 
 impl TensorMemory {
-    fn holds(&self, first: u32, columns: u32) -> bool {
+    pub fn holds(&self, first: u32, columns: u32) -> bool {
         self.held.iter().any(|held| held.first <= first && first + columns <= held.first + held.columns)
     }
 
@@ -102,7 +109,7 @@ impl TensorMemory {
         self.held.first().map(|held| held.by)
     }
 
-    fn row(&mut self, lane: u32, column: u32, count: u32) -> &mut [u32] {
+    pub fn row(&mut self, lane: u32, column: u32, count: u32) -> &mut [u32] {
         let start = (lane * COLUMNS + column) as usize;
         &mut self.cells[start..start + count as usize]
     }
@@ -142,6 +149,7 @@ impl View<'_, '_> {
             TensorAction::Relinquish(group) => self.relinquish(group),
             TensorAction::Free { address, columns, group } => self.free_columns(address, columns, group),
             TensorAction::Multiply(product) => self.start_tensor_product(lane, product),
+            TensorAction::CopyScales { to, from, group } => self.start_scale_copy(lane, ScaleCopy { to, from, group }),
             TensorAction::Commit { bar, multicast, group: _ } => self.commit_products(lane, bar, multicast),
             TensorAction::WaitLoads | TensorAction::WaitStores => {
                 let of = usize::from(what == TensorAction::WaitStores);
@@ -218,6 +226,7 @@ impl View<'_, '_> {
             let found = self.touch(rank, quarters, access, &clock, true);
             self.report_conflict(found, &access, true);
         }
+        self.world.unread_scales(self.cluster, self.warp.rank, (first, columns));
         self.warp.tick();
         match group {
             CtaGroup::Single => {
@@ -339,14 +348,14 @@ impl View<'_, '_> {
     }
 
     /// The queue of the warp's thread.
-    fn queue(&mut self, lane: u32) -> usize {
+    pub fn queue(&mut self, lane: u32) -> usize {
         let warp = self.warp.index;
         let known = self.memory().queues.iter().position(|queue| (queue.warp, queue.lane) == (warp, lane));
         known.unwrap_or_else(|| {
-            let comp = self.cluster.component();
+            let (comp, copies) = (self.cluster.component(), (self.cluster.component(), 0));
             let (pending, chains) = (VecDeque::new(), HashMap::new());
             let queues = &mut self.memory().queues;
-            queues.push(TensorQueue { warp, lane, comp, pending, started: 0, chains, latest: 0 });
+            queues.push(TensorQueue { warp, lane, comp, pending, started: 0, copies, chains, latest: 0 });
             queues.len() - 1
         })
     }
@@ -355,37 +364,63 @@ impl View<'_, '_> {
         let issued = access_of(self.warp, self.block_index(), self.warp.pc, false);
         let Some(ranks) = self.group_ranks(what.group) else { return };
         self.one_issuer(&ranks, issued);
-        let completion = self.world.ledger.completion();
+        let (at, completion) = (self.queue(lane), self.world.ledger.completion());
+        // Instructions that differ in the scales that they read have one accumulator and one shape.
+        let shape = match ProductShape::decode(what.shape, what.kind, what.group) {
+            Ok(shape) => ProductShape { scale_bytes: [0; 2], ..shape }.encode(),
+            Err(_) => what.shape,
+        };
+        let start = self.queue_start(at, completion, Some((what.d, shape)));
+        self.queue_work(at, &ranks, Work::Multiply { what, start, completion, issued }, completion, issued);
+        self.enqueue(at, Some(what));
+    }
+
+    /// What is ordered before the next work of a queue: a product into an accumulator of a shape, or a copy of scales.
+    pub fn queue_start(&mut self, at: usize, completion: u32, product: Option<(u32, u32)>) -> Snapshot {
         let mut start = self.warp.clock.clone();
-        let tensor = self.tensor_clock();
-        let (at, rank) = (self.queue(lane), self.warp.rank);
-        let order = self.world.options.tensor;
+        let (tensor, rank, order) = (self.tensor_clock(), self.warp.rank, self.world.options.tensor);
         let (cluster, world) = (&mut *self.cluster, &mut *self.world);
-        let chain = match cluster.blocks[rank].tensor.queues[at].chains.get(&(what.d, what.shape)) {
+        let chain = product.map(|key| match cluster.blocks[rank].tensor.queues[at].chains.get(&key) {
             Some(&chain) => chain,
             None => (cluster.component(), 0),
-        };
+        });
         let queue = &mut cluster.blocks[rank].tensor.queues[at];
         queue.started += 1;
-        queue.chains.insert((what.d, what.shape), (chain.0, chain.1 + 1));
         world.ledger.completed(completion, queue.comp, queue.started);
-        world.ledger.completed(completion, chain.0, chain.1 + 1);
-        // Products of a thread run in order; the manual promises it only for those into one accumulator.
+        let mut before = vec![queue.copies];
+        match (product, chain) {
+            (Some(key), Some((comp, count))) => {
+                queue.chains.insert(key, (comp, count + 1));
+                world.ledger.completed(completion, comp, count + 1);
+                before.push((comp, count));
+            }
+            _ => {
+                before.clear();
+                queue.copies.1 += 1;
+                world.ledger.completed(completion, queue.copies.0, queue.copies.1);
+            }
+        }
+        // The work of a thread runs in order; the manual promises it only for products into one accumulator, and for copies
+        // before products.
         match order {
             TensorOrder::Queue => start.raise(&[Part::Memory, Part::Done], queue.comp, queue.started - 1),
             TensorOrder::Strict => {
                 start = tensor;
-                start.raise(&[Part::Memory, Part::Done], chain.0, chain.1);
+                before.iter().for_each(|&(comp, count)| start.raise(&[Part::Memory, Part::Done], comp, count));
                 // Shared memory is ordered by the barriers of its rings, with no fence of tensor memory.
                 start.join(&self.warp.clock);
             }
         }
-        queue.pending.push_back(Work::Multiply { what, start: Rc::new(start), completion, issued });
-        let reads = Access { who: Who::Async(completion), ..issued };
-        for block in &mut cluster.blocks[ranks] {
-            block.reaches.push(reads);
+        Rc::new(start)
+    }
+
+    /// Appends work to a queue. The memory of its CTAs must outlive it.
+    pub fn queue_work(&mut self, at: usize, ranks: &Range<usize>, work: Work, completion: u32, issued: Access) {
+        self.memory().queues[at].pending.push_back(work);
+        let reaches = Access { who: Who::Async(completion), ..issued };
+        for block in &mut self.cluster.blocks[ranks.clone()] {
+            block.reaches.push(reaches);
         }
-        self.enqueue(at, Some(what));
     }
 
     fn commit_products(&mut self, lane: u32, bar: MemoryAddress, multicast: Option<u16>) {
@@ -416,7 +451,7 @@ impl View<'_, '_> {
     }
 
     /// Schedules the next work of a queue.
-    fn enqueue(&mut self, at: usize, product: Option<TensorProduct>) {
+    pub fn enqueue(&mut self, at: usize, product: Option<TensorProduct>) {
         let (rank, now, pc, block) = (self.warp.rank, self.warp.now, self.warp.pc, self.block_index());
         self.cluster.pending += 1;
         self.world.progress += 1;
@@ -426,9 +461,9 @@ impl View<'_, '_> {
             return self.world.later(event);
         }
         let queue = &mut self.cluster.blocks[rank].tensor.queues[at];
-        let shape = product.and_then(|what| ProductShape::decode(what.shape, what.group).ok());
-        if let Some(ProductShape { rows, cols, numbers, .. }) = shape {
-            let flops = 2 * u64::from(rows * cols * numbers[1].depth());
+        let shape = product.and_then(|what| ProductShape::decode(what.shape, what.kind, what.group).ok());
+        if let Some(shape) = shape {
+            let (numbers, flops) = (shape.numbers, flops(&shape));
             queue.latest = self.world.product_time(block, numbers[1], flops, now, pc);
         }
         let time = queue.latest.max(now);
@@ -441,6 +476,8 @@ struct Operands {
     /// Rows of A, one matrix for each CTA.
     a: Vec<Matrix>,
     b: Matrix,
+    /// Scales of A and of B, for each CTA.
+    scales: Option<Vec<[Matrix; 2]>>,
     shape: ProductShape,
     /// First column of D.
     column: u32,
@@ -459,10 +496,14 @@ impl World<'_> {
                 if let Some(operands) = self.tensor_operands(cluster, rank, &what, &access, &start) {
                     self.multiply_into(cluster, rank, &what, &operands, (&access, &start));
                     let ProductShape { rows, cols, numbers, .. } = operands.shape;
-                    let flops = 2 * u64::from(rows * cols * numbers[1].depth());
+                    let flops = flops(&operands.shape);
                     let left = if matches!(what.a, TensorLeft::Tile(_)) { rows } else { 0 };
                     self.counts[role].multiplied(numbers[1], flops, [left, cols].map(|n| u64::from(32 * n)));
                 }
+            }
+            Work::CopyScales { what, start, completion, issued } => {
+                let access = Access { who: Who::Async(completion), proxy: Proxy::Async, ..issued };
+                self.copy_scales(cluster, rank, &what, (&access, &start));
             }
             Work::Commit { bars, told, issued, lane } => {
                 let now = self.now;
@@ -479,7 +520,7 @@ impl World<'_> {
         roles.iter().position(|r| (r.first_warp..r.first_warp + r.warps).contains(&warp)).unwrap_or(0)
     }
 
-    fn wrong_product(&mut self, access: &Access, fault: Fault, what: String, address: Option<u64>) {
+    pub fn wrong_product(&mut self, access: &Access, fault: Fault, what: String, address: Option<u64>) {
         let here = self.side_of(access);
         self.report(fault, what, address, here, None);
     }
@@ -493,7 +534,7 @@ impl World<'_> {
         access: &Access,
         start: &Clock,
     ) -> Option<Operands> {
-        let shape = match ProductShape::decode(what.shape, what.group) {
+        let shape = match ProductShape::decode(what.shape, what.kind, what.group) {
             Ok(shape) => shape,
             Err(why) => {
                 self.wrong_product(access, Fault::Operand, format!("a product of {why}"), None);
@@ -544,7 +585,11 @@ impl World<'_> {
                 TensorLeft::Memory(from) => self.tensor_rows(cluster, rank, (from, shape, rows), access, start)?,
             });
         }
-        Some(Operands { a, b, shape, column })
+        let scales = match what.scales {
+            Some(at) => Some(self.operand_scales(cluster, rank, (at, &shape, what.group), (access, start))?),
+            None => None,
+        };
+        Some(Operands { a, b, scales, shape, column })
     }
 
     /// Reads an operand in shared memory, all of which is one allocation.
@@ -592,11 +637,12 @@ impl World<'_> {
         }
         self.touch_columns(cluster, rank, (column, columns), (access, start), false);
         let memory = &mut cluster.blocks[rank].tensor;
-        let mut a = Matrix::new(rows as usize, number.depth() as usize);
+        let mut a = Matrix::new(rows as usize, (number.depth() * number.packed()) as usize);
+        let per = 4 / number.bytes() * number.packed();
         for row in 0..rows {
-            for (i, &word) in memory.row(shape.lane(row), column, columns).iter().enumerate() {
-                for half in 0..2 {
-                    a.set(row as usize, 2 * i + half, model::decode(word >> (16 * half), number));
+            for (i, &mut word) in (0..).zip(memory.row(shape.lane(row), column, columns)) {
+                for e in 0..per {
+                    a.set(row as usize, (per * i + e) as usize, model::decode(word >> (32 / per * e), number));
                 }
             }
         }
@@ -604,7 +650,7 @@ impl World<'_> {
     }
 
     /// Records an access of a product to all lanes of some columns.
-    fn touch_columns(
+    pub fn touch_columns(
         &mut self,
         cluster: &mut Cluster,
         rank: usize,
@@ -647,21 +693,28 @@ impl World<'_> {
         operands: &Operands,
         by: (&Access, &Clock),
     ) {
-        let Operands { a, b, shape, column } = operands;
+        let Operands { a, b, scales, shape, column } = operands;
         let rows = shape.rows / what.group.ctas();
-        for (rank, a) in what.group.ranks(rank).zip(a) {
+        for (i, (rank, a)) in what.group.ranks(rank).zip(a).enumerate() {
             if what.onto {
                 self.touch_columns(cluster, rank, (*column, shape.cols), by, false);
             }
             self.touch_columns(cluster, rank, (*column, shape.cols), by, true);
             let memory = &mut cluster.blocks[rank].tensor;
-            let mut product = Rows::new(a, b, shape.numbers, shape.cols as usize);
+            let scales = scales.as_ref().map(|all| (&all[i], shape.kind));
+            let mut product = Rows::new([a, b], shape.numbers, shape.cols as usize, scales);
             for row in 0..rows {
                 let cells = memory.row(shape.lane(row), *column, shape.cols);
                 product.multiply(row as usize, what.onto, cells);
             }
         }
     }
+}
+
+/// Floating-point operations of a product.
+fn flops(shape: &ProductShape) -> u64 {
+    let number = shape.numbers[1];
+    2 * u64::from(shape.rows * shape.cols * number.depth() * number.packed())
 }
 
 /// What a warp has to do with tensor memory.

@@ -59,7 +59,8 @@ impl World<'_> {
         reader: &Reader<'_>,
         (bits, number, major, outer): (u64, Number, Major, u32),
     ) -> Matrix {
-        let mut matrix = Matrix::new(outer.next_multiple_of(16) as usize, number.depth() as usize);
+        let depth = (number.depth() * number.packed()) as usize;
+        let mut matrix = Matrix::new(outer.next_multiple_of(16) as usize, depth);
         let access = reader.issued;
         let mut t = Toucher::new(reader.clocks, access, Part::AsyncShared);
         let (mut found, mut outside, mut unwritten) = (None, None, None);

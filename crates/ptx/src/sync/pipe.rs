@@ -442,6 +442,12 @@ impl<'k> Pipe<'k> {
         if self.ring.depth == 1 { first } else { first.nth(stage.now()) }
     }
 
+    /// Index of the stage that was waited for last, for what is kept beside the ring.
+    #[track_caller]
+    pub fn stage_index<W: WholeWarps>(&self, w: &Scope<'k, W>) -> Val<'k, u32> {
+        if self.ring.depth == 1 { w.constant(0u32) } else { self.ring.cursor("take")[0].now() }
+    }
+
     /// Advances to the next stage, but keeps the current one until [`release_previous`](Self::release_previous).
     #[track_caller]
     pub fn keep<W: WholeWarps>(&self, _: &Scope<'k, W>) {
