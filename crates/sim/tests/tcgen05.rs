@@ -327,6 +327,12 @@ fn planted_bugs_of_pairs() {
         bug("accumulators overwritten too early", drop_waits_at(k(), wait(2)), Fault::Race, &[load, product]),
         bug("operands not waited for", drop_waits_at(k(), wait(3)), Fault::Race, &[fetch, product]),
         bug("loads not waited for", drop_all(k(), "tcgen05.wait.ld"), Fault::Race, &[load, product]),
+        bug(
+            "a swizzle that the copies did not use",
+            other_descriptor(k(), |x| x ^ 6 << 29),
+            Fault::Layout,
+            &[at("cp.async.bulk.tensor.load.pair", 1), product],
+        ),
     ];
     check(&bugs, |kernel, seed| findings(kernel, seed, TensorOrder::Queue));
     check(&bugs[..2], |kernel, seed| findings(kernel, seed, TensorOrder::Strict));

@@ -10,8 +10,8 @@
 use crate::gemm::{GemmCall, GemmConfig, GemmParams, INNER, Layouts, TileCoord, UNIT, place, tile};
 use crate::params::{Params, Program};
 use fulgurite_ptx::{
-    BuildError, CtaPair, Group, Half, Kernel, Pair, RowAcc, RowView, Scope, Sum, Target, Tile, TileShape, Val,
-    WarpRole, Warpgroups, Warps, Which, Who, Word,
+    BuildError, Builder, CtaPair, Filling, Group, Half, Kernel, Pair, Pipe, RowAcc, RowView, Scope, Sum, Target,
+    TensorTile, Thread, Tile, TileShape, Val, WarpRole, Warpgroups, Warps, Which, Who, Word,
 };
 
 /// Columns of C that the warpgroup holds in registers at a time.
@@ -30,17 +30,61 @@ where
     Pair<T>: Word,
 {
     let k = p.builder();
-    let GemmConfig { rows, cols, depth, cluster, .. } = config;
+    let GemmConfig { rows, cols, cluster, .. } = config;
     k.cluster(cluster);
     let params = GemmParams::<T>::declare(p, layouts, config);
     // Of a pair, each CTA has half of the columns of B.
-    let part = cols / cluster;
-    let operands = [tile::<T>(layouts.a, rows), tile::<T>(layouts.b, part)];
-    let pair = (cluster > 1).then(|| k.cta_pair());
-    let ring = match pair {
-        None => k.pipe("operands", depth, &operands),
-        Some(pair) => pair.pipe("operands", depth, &operands),
-    };
+    let stages = Stages::new(k, config, &[tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols / cluster)]);
+    roles(
+        k,
+        &params,
+        config,
+        &stages,
+        |t, stage, [at, own], step| {
+            let inner = step * INNER;
+            stage.load(t, stage.tile(0), &params.a, &place(layouts.a, own.row, inner, at.batch));
+            stage.load(t, stage.tile(1), &params.b, &place(layouts.b, own.col, inner, at.batch));
+        },
+        |w, acc, tiles, onto| {
+            let operands = (tiles[0].operand(layouts.a), tiles[1].operand(layouts.b));
+            w.elected(|t| t.multiply_tensor(acc, operands.0, operands.1, Sum::If(onto)));
+        },
+    );
+}
+
+/// The stages of a kernel's operands, of one CTA or of a pair.
+pub(super) struct Stages<'k> {
+    pub ring: Pipe<'k>,
+    pair: Option<CtaPair<'k>>,
+}
+
+impl<'k> Stages<'k> {
+    /// Stages with one tile of each shape.
+    #[track_caller]
+    pub fn new(k: &'k Builder, config: GemmConfig, tiles: &[TileShape]) -> Self {
+        let pair = (config.cluster > 1).then(|| k.cta_pair());
+        let ring = match pair {
+            None => k.pipe("operands", config.depth, tiles),
+            Some(pair) => pair.pipe("operands", config.depth, tiles),
+        };
+        Stages { ring, pair }
+    }
+}
+
+/// The roles of a product. `load` fills a stage for a step of a tile of C, of which the CTA loads other rows and columns;
+/// `multiply` adds the tiles of a stage to an accumulator, or replaces it.
+pub(super) fn roles<'k, T: Half>(
+    k: &'k Builder,
+    params: &GemmParams<'k, T>,
+    config: GemmConfig,
+    stages: &Stages<'k>,
+    load: impl Fn(&Scope<'k, Thread>, &Filling<'k>, [TileCoord<'k>; 2], Val<'k, u32>),
+    multiply: impl Fn(&Scope<'k, WarpRole>, TensorTile<'k>, &[Tile<'k>], Val<'k, bool>),
+) where
+    Pair<T>: Word,
+{
+    let GemmConfig { rows, cols, cluster, .. } = config;
+    let Stages { ring, pair } = stages;
     let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, PART)));
     let accumulators = match pair {
         None => k.tensor_ring("accumulators", 1, 2, cols),
@@ -70,8 +114,8 @@ where
                 w.publish_shared();
                 w.sync_group(&barrier);
                 let at = TileCoord { col: at.col + part * PART, ..at };
-                store_part(w, &params, staging, at);
-                store_last_columns(w, &params, &part_acc, at);
+                store_part(w, params, staging, at);
+                store_last_columns(w, params, &part_acc, at);
             }
         });
         w.one_thread_of_group(|t| t.wait_stores(0));
@@ -82,28 +126,21 @@ where
             let ([first, count], rank) = (tiles_of(t, cluster), rank_of(t, cluster));
             t.each(first, params.tiles, count, |t, tile| {
                 let at = params.find(config, tile, rank);
-                let col = if cluster == 1 { at.col } else { rank.mul_add(part, at.col) };
-                t.each(0, params.k_steps, 1, |t, step| {
-                    let inner = step * INNER;
-                    ring.put(t, |t, stage| {
-                        stage.load(t, stage.tile(0), &params.a, &place(layouts.a, at.row, inner, at.batch));
-                        stage.load(t, stage.tile(1), &params.b, &place(layouts.b, col, inner, at.batch));
-                    });
-                });
+                let col = if cluster == 1 { at.col } else { rank.mul_add(cols / cluster, at.col) };
+                let own = TileCoord { col, ..at };
+                t.each(0, params.k_steps, 1, |t, step| ring.put(t, |t, stage| load(t, stage, [at, own], step)));
             });
         });
     });
 
     k.role("multiply", Warps(1), |w| {
-        leading(pair, w, |w| {
+        leading(*pair, w, |w| {
             let [first, count] = tiles_of(w, cluster);
             w.each(first, params.tiles, count, |w, _| {
                 let acc = accumulators.await_empty(w, which);
                 w.each(0, params.k_steps, 1, |w, step| {
-                    let stage = ring.wait(w);
-                    let operands = (stage[0].operand(layouts.a), stage[1].operand(layouts.b));
-                    let onto = step.ne(0);
-                    w.elected(|t| t.multiply_tensor(acc, operands.0, operands.1, Sum::If(onto)));
+                    let tiles = ring.wait(w);
+                    multiply(w, acc, &tiles, step.ne(0));
                     ring.done_with_products(w);
                 });
                 accumulators.filled(w, which);
