@@ -37,6 +37,7 @@ mod clock;
 mod copy;
 mod counters;
 mod deadlock;
+mod exact_sums;
 mod finding;
 mod issue;
 mod mbarrier;

@@ -3,6 +3,7 @@
 //! Products of 16-bit floats take most of the time of a simulation, so they have a fast path. Tests check that it gives
 //! the same bits as [`model::accumulate`], which defines them.
 
+use crate::exact_sums::{self, Bits};
 use crate::program::Program;
 use crate::sums::{Columns, DEPTH, LOW, OperandRow, Sums};
 use crate::world::{SHARED_BASE, Warp};
@@ -193,6 +194,8 @@ pub(crate) struct Rows<'a> {
     numbers: [Number; 3],
     /// Elements of both operands in the order of their rows, times their scales; of products other than those of halves.
     wide: Option<[Vec<f64>; 2]>,
+    /// Which bits each row and each column of them have, if all are finite.
+    bits: [Vec<Option<Bits>>; 2],
     scaled: bool,
     sums: Sums,
     /// Exponents of both operands, if all their elements are finite halves that are summed in f32.
@@ -225,8 +228,12 @@ impl<'a> Rows<'a> {
             let of = |i: usize| scales.map(|(scales, _)| &scales[i]);
             [wide(a, of(0)), wide(b, of(1))]
         });
+        let bits = [0, 1].map(|i: usize| {
+            let all = wide.as_ref().map_or(&[][..], |wide: &[Vec<f64>; 2]| &wide[i]);
+            all.chunks_exact(a.depth).map(Bits::of).collect()
+        });
         let (scaled, exponents) = (scales.is_some(), exponents.map(|(a, b)| [a, b]));
-        Rows { a, b, numbers, wide, scaled, sums: Sums::new(cols), exponents }
+        Rows { a, b, numbers, wide, bits, scaled, sums: Sums::new(cols), exponents }
     }
 
     fn element(&self, old: u32, row: usize, col: usize) -> u32 {
@@ -238,6 +245,12 @@ impl<'a> Rows<'a> {
         };
         let depth = self.a.depth;
         let (a, b) = (&a[row * depth..(row + 1) * depth], &b[col * depth..(col + 1) * depth]);
+        if to == Number::F32
+            && let (Some(bits_a), Some(bits_b)) = (self.bits[0][row], self.bits[1][col])
+            && let Some(sum) = exact_sums::sum(old, [a, b], [bits_a, bits_b])
+        {
+            return sum;
+        }
         let factors: Vec<[f64; 2]> = a.iter().zip(b).map(|(&x, &y)| [x, y]).collect();
         match to {
             Number::S32 => model::accumulate(old, &factors, to, from, false),
