@@ -22,3 +22,4 @@ mod sync_backward;
 mod tcgen05;
 mod tensor_attention;
 mod tensor_kinds;
+mod tensor_pairs;
