@@ -66,7 +66,7 @@ impl MapArguments {
 /// `CUtensorMapDataType`. A copy moves bits, so types that it lacks are passed as integers of the same width.
 fn type_code(number: Number) -> u32 {
     match number {
-        Number::U8 | Number::S8 | Number::E4m3 | Number::E5m2 => 0,
+        Number::U8 | Number::S8 | Number::E4m3 | Number::E5m2 | Number::E2m1x2 => 0,
         Number::S32 => 3,
         Number::F16 => 6,
         Number::F32 => 7,
@@ -131,6 +131,7 @@ mod tests {
             (Number::S8, T::CU_TENSOR_MAP_DATA_TYPE_UINT8),
             (Number::E4m3, T::CU_TENSOR_MAP_DATA_TYPE_UINT8),
             (Number::E5m2, T::CU_TENSOR_MAP_DATA_TYPE_UINT8),
+            (Number::E2m1x2, T::CU_TENSOR_MAP_DATA_TYPE_UINT8),
             (Number::S32, T::CU_TENSOR_MAP_DATA_TYPE_INT32),
             (Number::F16, T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16),
             (Number::F32, T::CU_TENSOR_MAP_DATA_TYPE_FLOAT32),

@@ -349,7 +349,7 @@ fn prepare<'a>(device: &'a dyn Device, name: &str, sizes: &Sizes, seed: u64) -> 
     let mut maker = Maker { session, sizes: *sizes, rng: Rng::new(seed) };
     let found = match example {
         Example::Tensors(operator) => maker.tensors(operator),
-        Example::Product { number, layouts, unit } => maker.gemm(number, layouts, unit),
+        Example::Product { number, layouts, unit, cluster } => maker.gemm(number, layouts, (unit, cluster)),
         Example::Attention {
             problem,
             part: AttentionPart::Backward { launch } | AttentionPart::BackwardSync { launch },
@@ -449,9 +449,10 @@ impl Maker<'_> {
         Ok(Found { before: launches, launch, problem: words, memory, results })
     }
 
-    fn gemm(&mut self, number: Number, layouts: Layouts, unit: TensorUnit) -> Result<Found, SimError> {
+    fn gemm(&mut self, number: Number, layouts: Layouts, (unit, least): (TensorUnit, u32)) -> Result<Found, SimError> {
         let Sizes { m, n, k, batch, padding, cluster, .. } = self.sizes;
-        if unit != TensorUnit::Wgmma && cluster > 1 {
+        let cluster = cluster.max(least);
+        if unit == TensorUnit::MmaSync && cluster > 1 {
             return Err(SimError::Size { size: "cluster", got: cluster, allowed: format!("1 by {unit}") });
         }
         let gemm = Gemm { number, layouts, config: GemmConfig { cluster, ..GemmConfig::default() } };

@@ -20,8 +20,9 @@ use crate::attention::backward::{BackwardConfig, Order};
 use crate::attention::decode::DecodeConfig;
 use crate::attention::forward::config::ForwardConfig;
 use crate::attention::{backward, decode, forward};
-use crate::gemm::Layouts;
 use crate::gemm::product::ProductPlan;
+use crate::gemm::scaled::{self, ScaledFormat};
+use crate::gemm::{GemmConfig, Layouts};
 use crate::parts::repack;
 use crate::row_dot::ROW_DOT;
 use crate::softmax::ROW_SOFTMAX;
@@ -90,7 +91,7 @@ macro_rules! entry {
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
     JOINED.get_or_init(|| {
-        let products = [WGMMA_PRODUCTS, MMA_SYNC_PRODUCTS, TCGEN05_PRODUCTS].concat();
+        let products = [WGMMA_PRODUCTS, MMA_SYNC_PRODUCTS, TCGEN05_PRODUCTS, PAIR_PRODUCTS, SCALED_PRODUCTS].concat();
         let forward = [FORWARD, FEATURES, FORWARD_SYNC, FORWARD_TENSOR].concat();
         let decode = [DECODE, DECODE_FEATURES].concat();
         let backward = [BACKWARD, BACKWARD_SYNC, AUXILIARY].concat();
@@ -104,29 +105,59 @@ const NT: Layouts = Layouts { a: Major::Inner, b: Major::Inner };
 const TN: Layouts = Layouts { a: Major::Outer, b: Major::Outer };
 const TT: Layouts = Layouts { a: Major::Outer, b: Major::Inner };
 
-/// Entries of products by one tensor unit, in every layout of some element types.
+/// Entries of products by one tensor unit in clusters of one size, in every layout of some element types.
 macro_rules! products {
-    ($unit:ident $prefix:literal $by:literal: $($number:ident $element:literal),*) => {
+    ($unit:ident $cluster:literal $prefix:literal $by:literal: $($number:ident $element:literal),*) => {
         &[$(
-            products!(@entry $unit $prefix $by $number $element NN "nn" "A [m][k], B [k][n]"),
-            products!(@entry $unit $prefix $by $number $element NT "nt" "A [m][k], B [n][k]"),
-            products!(@entry $unit $prefix $by $number $element TN "tn" "A [k][m], B [k][n]"),
-            products!(@entry $unit $prefix $by $number $element TT "tt" "A [k][m], B [n][k]"),
+            products!(@entry $unit $cluster $prefix $by $number $element NN "nn" "A [m][k], B [k][n]"),
+            products!(@entry $unit $cluster $prefix $by $number $element NT "nt" "A [m][k], B [n][k]"),
+            products!(@entry $unit $cluster $prefix $by $number $element TN "tn" "A [k][m], B [k][n]"),
+            products!(@entry $unit $cluster $prefix $by $number $element TT "tt" "A [k][m], B [n][k]"),
         )*]
     };
-    (@entry $unit:ident $prefix:literal $by:literal $number:ident $element:literal $layouts:ident $name:literal $shapes:literal) => {
+    (@entry $unit:ident $cluster:literal $prefix:literal $by:literal $number:ident $element:literal $layouts:ident $name:literal $shapes:literal) => {
         Entry {
             name: concat!($prefix, "-", $element, "-", $name),
             summary: concat!("C = A B", $by, ", ", $element, "; ", $shapes),
-            build: |target| ProductPlan::usual_kernel(target, (Number::$number, $layouts), TensorUnit::$unit),
-            example: Some(Example::Product { number: Number::$number, layouts: $layouts, unit: TensorUnit::$unit }),
+            build: |target| {
+                ProductPlan::usual_kernel(target, (Number::$number, $layouts), (TensorUnit::$unit, $cluster))
+            },
+            example: Some(Example::Product {
+                number: Number::$number,
+                layouts: $layouts,
+                unit: TensorUnit::$unit,
+                cluster: $cluster,
+            }),
         }
     };
 }
 
-const WGMMA_PRODUCTS: &[Entry] = products!(Wgmma "gemm" "": Bf16 "bf16", F16 "f16");
-const MMA_SYNC_PRODUCTS: &[Entry] = products!(MmaSync "gemm-sync" " by mma.sync": Bf16 "bf16");
-const TCGEN05_PRODUCTS: &[Entry] = products!(Tcgen05 "gemm-tensor" " by tcgen05": Bf16 "bf16", F16 "f16");
+const WGMMA_PRODUCTS: &[Entry] = products!(Wgmma 1 "gemm" "": Bf16 "bf16", F16 "f16");
+const MMA_SYNC_PRODUCTS: &[Entry] = products!(MmaSync 1 "gemm-sync" " by mma.sync": Bf16 "bf16");
+const TCGEN05_PRODUCTS: &[Entry] = products!(Tcgen05 1 "gemm-tensor" " by tcgen05": Bf16 "bf16", F16 "f16");
+const PAIR_PRODUCTS: &[Entry] = products!(Tcgen05 2 "gemm-pair" " by tcgen05 of CTA pairs": Bf16 "bf16", F16 "f16");
+
+/// Entries of products of scaled factors.
+macro_rules! scaled {
+    ($($name:literal $format:ident $cluster:literal $summary:literal;)*) => {
+        &[$(Entry {
+            name: $name,
+            summary: $summary,
+            build: |target| {
+                let config = GemmConfig { cluster: $cluster, ..scaled::CONFIG };
+                scaled::kernel::<bf16>(target, ScaledFormat::$format, config)
+            },
+            example: None,
+        },)*]
+    };
+}
+
+const SCALED_PRODUCTS: &[Entry] = scaled! {
+    "gemm-mxfp8" Mxfp8 1 "C = A B by tcgen05, MXFP8 into bf16; A [m][k], B [n][k]";
+    "gemm-nvfp4" Nvfp4 1 "C = A B by tcgen05, NVFP4 into bf16; A [m][k], B [n][k]";
+    "gemm-pair-mxfp8" Mxfp8 2 "C = A B by tcgen05 of CTA pairs, MXFP8 into bf16; A [m][k], B [n][k]";
+    "gemm-pair-nvfp4" Nvfp4 2 "C = A B by tcgen05 of CTA pairs, NVFP4 into bf16; A [m][k], B [n][k]";
+};
 
 /// Forward attention, tuned for 8192 keys.
 fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>

@@ -43,6 +43,23 @@ fn products_of_single_warps_assemble_for_every_architecture() {
     }
 }
 
+/// Products into tensor memory, of one CTA and of pairs, without spills and warnings on both chips that have it.
+#[test]
+fn products_into_tensor_memory_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let prefixes = ["gemm-tensor-", "gemm-pair-", "gemm-mxfp8", "gemm-nvfp4"];
+    let named = |name: &str| prefixes.iter().any(|prefix| name.starts_with(prefix));
+    let entries: Vec<_> = registry::all().iter().filter(|entry| named(entry.name)).collect();
+    assert_eq!(entries.len(), 20);
+    for arch in [Arch::SM_100A, Arch::SM_103A] {
+        for entry in &entries {
+            let report = assembler.assemble(&(entry.build)(Target::new(arch)).unwrap()).unwrap();
+            println!("{arch} {}: {} registers", entry.name, report.registers);
+            assert!(report.verdict().is_ok(), "{arch}, {}: {:?}", entry.name, report.verdict());
+        }
+    }
+}
+
 /// What is wrong with a kernel. Problems share many of their kernels, and the assembler is what these tests wait for: it
 /// sees each text once.
 fn faults(assembler: &Assembler, kernel: &Kernel) -> Option<String> {

@@ -28,6 +28,16 @@ impl<'k> TensorParam<'k> {
     }
 }
 
+/// The CTAs that receive a tile, and where its bytes are counted.
+pub(crate) enum Receivers {
+    /// The own CTA, whose mbarrier counts.
+    Own,
+    /// All CTAs of a mask, each of which counts.
+    All(u16),
+    /// The own CTA; an mbarrier of either CTA of the pair counts.
+    Pair,
+}
+
 /// A tensor parameter that moves in tiles of one shape. Coordinates count elements, innermost axis first. Reads outside
 /// the tensor give zero, writes outside it are dropped.
 #[derive(Clone, Copy)]
@@ -133,16 +143,17 @@ impl<'k> Tensor<'k> {
         at: &[Val<'k, u32>],
         to: Tile<'k>,
         bar: Val<'k, u32>,
-        multicast: Option<u16>,
+        receivers: Receivers,
     ) {
         for chunk in 0..self.tile.chunks() {
             let (regs, rank) = self.coordinates(at, chunk);
             let tile = Arg::Address(Base::Reg(to.chunk_at(chunk).in_register()), 0);
             let bar = Arg::Address(Base::Reg(bar.in_register()), 0);
             let map = self.param.map().arg();
-            match multicast {
-                None => w.k.emit(&bulk::LOAD_BOX, [tile, map, regs, bar, Arg::Word(rank)]),
-                Some(mask) => {
+            match receivers {
+                Receivers::Own => w.k.emit(&bulk::LOAD_BOX, [tile, map, regs, bar, Arg::Word(rank)]),
+                Receivers::Pair => w.k.emit(&bulk::LOAD_BOX_PAIR, [tile, map, regs, bar, Arg::Word(rank)]),
+                Receivers::All(mask) => {
                     let reg = w.k.register(Class::B16);
                     let mov: &'static Inst = &convert::MOV_16;
                     w.k.emit(mov, [Arg::Reg(reg), Arg::Imm(mask.into())]);

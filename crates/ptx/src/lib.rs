@@ -31,6 +31,7 @@ mod sync;
 pub mod table;
 pub mod tcgen05;
 mod tensor_memory;
+mod tensor_scales;
 mod tile;
 mod verify;
 mod wgmma;
@@ -51,9 +52,10 @@ pub use product::{Major, Number, Swizzle, TileShape};
 pub use row_acc::RowAcc;
 pub use row_view::RowView;
 pub use sync::{
-    AccumulatorChannel, BulkReducer, ClusterBroadcast, CopyRing, DoubleTile, Filling, GlobalRows, Mailbox, Numbers,
-    PeerTiles, Pipe, TensorRing, TokenRing, Which, Zeros,
+    AccumulatorChannel, BulkReducer, ClusterBroadcast, CopyRing, CtaPair, DoubleTile, Filling, GlobalRows, Mailbox,
+    Numbers, PeerTiles, Pipe, TensorRing, TokenRing, Which, Zeros,
 };
 pub use tensor_memory::{TensorOperand, TensorTile};
+pub use tensor_scales::{TensorScales, scale_tile};
 pub use tile::{Tile, TileOperand};
 pub use verify::varying;

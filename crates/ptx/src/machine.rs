@@ -6,7 +6,7 @@
 
 use crate::inst::{Arg, Base, Op, Reg, Space};
 use crate::product::Product;
-use crate::tcgen05::TensorAction;
+use crate::tcgen05::{CtaGroup, TensorAction};
 
 /// Threads of a warp.
 pub const WARP: u32 = 32;
@@ -266,6 +266,8 @@ pub enum Transfer {
         reduce: Option<Reduction>,
         /// Mask of the CTAs of the cluster that receive the box.
         multicast: Option<u16>,
+        /// CTAs that may hold the mbarrier: the one that receives the box, or either of its pair.
+        group: CtaGroup,
         /// How the copy signals its completion.
         done: Done,
     },

@@ -178,6 +178,26 @@ pub fn from_fp8(bits: u8, number: Number) -> f32 {
     }
 }
 
+/// The value of a 4-bit float in the low bits: sign, 2 bits of exponent, 1 of fraction.
+pub fn from_fp4(bits: u8) -> f32 {
+    let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(bits & 7)];
+    if bits & 8 == 0 { magnitude } else { -magnitude }
+}
+
+/// The value of a scale factor that is a power of two; 255 is NaN.
+pub fn from_ue8m0(bits: u8) -> f32 {
+    match bits {
+        255 => f32::NAN,
+        0 => f32::from_bits(1 << 22), // 2^-127 is subnormal
+        _ => f32::from_bits(u32::from(bits) << 23),
+    }
+}
+
+/// The value of a scale factor that is an 8-bit float without sign.
+pub fn from_ue4m3(bits: u8) -> f32 {
+    from_fp8(bits & 0x7f, Number::E4m3)
+}
+
 /// Rounds an f32 to an 8-bit float: nearest, ties to even, saturating. NaN stays NaN.
 pub fn to_fp8(x: f32, number: Number) -> u8 {
     let (_, _, largest) = fp8_shape(number);
@@ -202,6 +222,7 @@ pub fn decode(bits: u32, number: Number) -> f64 {
         Number::Bf16 => bf16::from_bits(bits as u16).to_f64(),
         Number::Tf32 => f64::from(f32::from_bits(bits & !0x1fff)),
         Number::E4m3 | Number::E5m2 => f64::from(from_fp8(bits as u8, number)),
+        Number::E2m1x2 => f64::from(from_fp4(bits as u8)),
         Number::S8 => f64::from(bits as u8 as i8),
         Number::U8 => f64::from(bits as u8),
         Number::F32 => f64::from(f32::from_bits(bits)),
@@ -280,6 +301,13 @@ impl Adder {
         let group = from.depth() as usize;
         let (exponent, rounding) = (Exponent::Factors, Rounding::Cut);
         Adder { kept_bits: bits, group, exponent, result_bits: bits.min(23), rounding, fused: true }
+    }
+
+    /// The adder of data-centre Blackwell. It keeps as many bits of 8-bit and 4-bit floats as of 16-bit ones, which Hopper
+    /// does not; no hardware has confirmed that. With scales, a factor is an element times its scale.
+    pub fn blackwell(depth: usize, scaled: bool) -> Adder {
+        let exponent = if scaled { Exponent::Product } else { Exponent::Factors };
+        Adder { kept_bits: 25, group: depth, exponent, result_bits: 23, rounding: Rounding::Cut, fused: true }
     }
 
     /// The accumulator `old` plus products of factors of types `from`, as bits of type `to`. f16 sums are rounded to
@@ -408,6 +436,16 @@ mod tests {
         let least = (-24f64).exp2();
         assert_eq!(sum(&[[least, 2.0], [-least, 2.0], [least, least]]), 0.0);
         assert_eq!(sum(&[[0.0, 65504.0], [least, least]]), (-48f64).exp2() as f32);
+    }
+
+    #[test]
+    fn four_bit_floats_and_scales() {
+        let all: Vec<f32> = (0..16).map(from_fp4).collect();
+        assert_eq!(all[..8], [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]);
+        assert!((0..8).all(|i| all[i + 8] == -all[i]));
+        assert_eq!([0u8, 1, 127, 254].map(|b| f64::from(from_ue8m0(b)).log2()), [-127.0, -126.0, 0.0, 127.0]);
+        assert!(from_ue8m0(255).is_nan() && from_ue4m3(0x7f).is_nan());
+        assert_eq!([0x38, 0x7e, 0xb8].map(from_ue4m3), [1.0, 448.0, 1.0]);
     }
 
     #[test]

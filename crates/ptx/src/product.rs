@@ -24,6 +24,8 @@ pub enum Number {
     S8,
     /// Unsigned bytes.
     U8,
+    /// Bytes of two numbers each, with 2 bits of exponent and 1 of fraction; the first is in the low half.
+    E2m1x2,
     /// 32-bit float, for accumulators.
     F32,
     /// 32-bit signed integer, for accumulators of byte products.
@@ -36,7 +38,7 @@ impl Number {
         match self {
             Number::F16 | Number::Bf16 => 2,
             Number::Tf32 | Number::F32 | Number::S32 => 4,
-            Number::E4m3 | Number::E5m2 | Number::S8 | Number::U8 => 1,
+            Number::E4m3 | Number::E5m2 | Number::S8 | Number::U8 | Number::E2m1x2 => 1,
         }
     }
     /// Name of the type in PTX.
@@ -49,6 +51,7 @@ impl Number {
             Number::E5m2 => "e5m2",
             Number::S8 => "s8",
             Number::U8 => "u8",
+            Number::E2m1x2 => "e2m1x2",
             Number::F32 => "f32",
             Number::S32 => "s32",
         }
@@ -56,11 +59,18 @@ impl Number {
     /// The type with this PTX name.
     pub fn named(name: &str) -> Option<Number> {
         use Number::*;
-        [F16, Bf16, Tf32, E4m3, E5m2, S8, U8, F32, S32].into_iter().find(|n| n.name() == name)
+        [F16, Bf16, Tf32, E4m3, E5m2, S8, U8, E2m1x2, F32, S32].into_iter().find(|n| n.name() == name)
     }
     /// Elements of the summed dimension that one instruction takes: 32 bytes.
     pub const fn depth(self) -> u32 {
         32 / self.bytes()
+    }
+    /// Numbers in an element.
+    pub const fn packed(self) -> u32 {
+        match self {
+            Number::E2m1x2 => 2,
+            _ => 1,
+        }
     }
 }
 

@@ -144,6 +144,23 @@ impl<'k> Tile<'k> {
         Tile::at(shape, self.address)
     }
 
+    /// A descriptor with these constant bits of the memory `offset` bytes into the tile.
+    #[track_caller]
+    pub(crate) fn constant_descriptor(self, bits: u64, offset: u32) -> Reg {
+        let k = self.address.k;
+        let start = match k.cluster_blocks() {
+            1 => self.address >> 4,
+            _ => (self.address & 0x3_ffff) >> 4,
+        };
+        let low = start + (bits as u32 + (offset >> 4));
+        let high = Val::<u32>::new(k, Src::Imm(bits >> 32));
+        let (d, whole) = Val::<u64>::fresh(k);
+        k.placed(Location::caller(), || {
+            k.emit(&convert::JOIN_64, [d, Arg::List([low.in_register(), high.in_register()].into())]);
+            whole.in_register()
+        })
+    }
+
     /// Address of a chunk of columns.
     #[track_caller]
     pub(crate) fn chunk_at(self, chunk: u32) -> Val<'k, u32> {

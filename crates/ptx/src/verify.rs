@@ -2,9 +2,10 @@
 //! warp-wide instruction stands under a branch that depends on the lane.
 
 use crate::error::BuildError;
-use crate::inst::{Effect, Inst, Op, Reg, Together};
+use crate::inst::{Arg, Effect, Inst, Op, Reg, Together};
 use crate::kernel::{Kernel, RoleUse, Stmt};
 use crate::table::mbarrier;
+use crate::tcgen05::CtaGroup;
 use std::collections::HashSet;
 use std::panic::Location;
 
@@ -16,6 +17,7 @@ pub(crate) fn verify(kernel: &Kernel) -> Result<(), BuildError> {
     // Instructions come first: memory and register limits also depend on the target, and a missing instruction is the
     // clearer message.
     needs(kernel)?;
+    groups(kernel)?;
     resources(kernel)?;
     convergence(kernel)
 }
@@ -84,6 +86,40 @@ fn needs(kernel: &Kernel) -> Result<(), BuildError> {
     })
 }
 
+/// Checks that the kernel's tensor memory belongs to single CTAs or to pairs, not to both, and that pairs are in clusters
+/// of an even size.
+fn groups(kernel: &Kernel) -> Result<(), BuildError> {
+    let mut uses: Vec<(&str, &Op)> = Vec::new();
+    kernel.each_op(&mut |op| {
+        let group = op.inst.operands.iter().zip(&op.args).find(|(operand, _)| operand.name == "group");
+        if let Some((_, Arg::Word(word))) = group
+            && uses.iter().all(|(known, _)| known != word)
+        {
+            uses.push((word, op));
+        }
+    });
+    let wrong = |op: &Op, what: String| {
+        Err(BuildError::Shape {
+            kernel: kernel.name.clone(),
+            at: line(op.at),
+            what: format!("`{}` {what}", op.inst.name),
+        })
+    };
+    match uses[..] {
+        [(one, first), (other, second), ..] => wrong(
+            second,
+            format!(
+                "of cta_group::{other} beside one of cta_group::{one} at {}, allowed: one of the two in a kernel",
+                line(first.at)
+            ),
+        ),
+        [(group, op)] if group == CtaGroup::Pair.word() && !kernel.cluster.is_multiple_of(2) => {
+            wrong(op, format!("of CTA pairs in clusters of {}, allowed: even sizes", kernel.cluster))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Registers whose value may differ between the lanes of a warp.
 pub fn varying(kernel: &Kernel) -> HashSet<Reg> {
     let mut varying = HashSet::new();
@@ -107,7 +143,7 @@ fn spread(block: &[Stmt], divergent: bool, varying: &mut HashSet<Reg>) {
                 // Lanes that update the same word see different old values.
                 let source = source || matches!(op.inst.effect, Effect::Update(_));
                 let source = source
-                    || matches!(op.inst.name, "elect" | "ldmatrix" | "tcgen05.ld")
+                    || matches!(op.inst.name, "elect" | "ldmatrix" | "tcgen05.ld" | "tcgen05.ld.b32")
                     || op.inst.together == Together::Warpgroup;
                 if divergent || source || (!same && op.reads().any(|r| varying.contains(&r))) {
                     varying.extend(op.writes());

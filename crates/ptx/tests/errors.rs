@@ -632,3 +632,56 @@ fn fragments_turned() {
     });
     assert!(message.contains("64x64 bf16 written to columns of 32 rows"), "{message}");
 }
+
+/// Tensor memory of pairs: only in clusters of two CTAs, never beside that of single CTAs, and no more than there is.
+#[test]
+fn pairs_of_ctas() {
+    let line = Cell::new(0);
+    let message = |f: &dyn Fn(&Builder)| refused_for(Target::named("sm_100a").unwrap(), |k| f(k)).to_string();
+    let refused = message(&|k| {
+        line.set(line!() + 1);
+        let _ = k.cta_pair();
+        k.threads(32, |_| {});
+    });
+    let what = "a pair of CTAs in clusters of 1, allowed: 2; call `cluster(2)` first";
+    assert_eq!(refused, format!("kernel `k`, {}: {what}", here(line.get())));
+    let refused = message(&|k| {
+        k.cluster(2);
+        line.set(line!() + 1);
+        let pair = k.cta_pair();
+        let _ = pair.tensor_ring("sums", 1, 2, 128);
+        let _ = k.tensor_ring("others", 1, 1, 64);
+        k.threads(32, |_| {});
+    });
+    let [first, second] = [line.get(), line.get() + 2].map(here);
+    assert_eq!(
+        refused,
+        format!(
+            "kernel `k`, {second}: tensor memory of single CTAs, and of a pair of CTAs at {first}, allowed: one of the two in a kernel"
+        )
+    );
+    let refused = message(&|k| {
+        k.cluster(2);
+        let pair = k.cta_pair();
+        let _ = pair.tensor_ring("sums", 1, 2, 256);
+        line.set(line!() + 1);
+        let _ = pair.tensor_accumulators(1, 64);
+        k.threads(32, |_| {});
+    });
+    let what = "576 columns of tensor memory: sums (512), accumulators (64), allowed: 512 on sm_100a";
+    assert_eq!(refused, format!("kernel `k`, {}: {what}", here(line.get())));
+    let refused = message(&|k| {
+        k.cluster(2);
+        let pair = k.cta_pair();
+        let (acc, tile) = (pair.tensor_accumulators(1, 64), k.tile("tile", TileShape { rows: 128, ..TILE }));
+        k.role("multiply", Warps(1), |w| {
+            w.elected(|t| {
+                line.set(line!() + 1);
+                t.multiply_tensor(acc, tile.operand(Major::Inner), tile.operand(Major::Inner), Sum::Fresh)
+            });
+        });
+    });
+    let what = "a product of Bf16 128x64 times Bf16 64x128 into F32 128x64";
+    assert!(refused.starts_with(&format!("kernel `k`, {}: {what}", here(line.get()))), "{refused}");
+    assert!(refused.ends_with("half of the columns in each CTA"), "{refused}");
+}

@@ -91,6 +91,7 @@ impl Architecture {
         match number {
             "f16" | "bf16" => self.tensor_flops,
             "tf32" => self.tensor_flops / 2.0,
+            "e2m1x2" => self.tensor_flops * 4.0,
             _ => self.tensor_flops * 2.0,
         }
     }

@@ -30,6 +30,8 @@ pub struct Counts {
     pub shared_thread_bytes: u64,
     /// Bytes of shared memory that products read.
     pub shared_operand_bytes: u64,
+    /// Bytes of shared memory that products read as their second operand; part of the ones above.
+    pub shared_right_bytes: u64,
     /// Bytes of shared memory that copies read and write, in each CTA that they reach.
     pub shared_copy_bytes: u64,
     /// Bytes of tensor memory that threads read and write.
@@ -79,9 +81,11 @@ impl Counts {
         self.shared_copy_bytes += traffic.shared_bytes;
     }
 
-    pub(crate) fn multiplied(&mut self, number: Number, flops: u64, operand_bytes: u64) {
+    /// Counts a product, with the bytes of shared memory that it reads as its two operands.
+    pub(crate) fn multiplied(&mut self, number: Number, flops: u64, [left_bytes, right_bytes]: [u64; 2]) {
         *self.tensor_flops.entry(number.name()).or_default() += flops;
-        self.shared_operand_bytes += operand_bytes;
+        self.shared_operand_bytes += left_bytes + right_bytes;
+        self.shared_right_bytes += right_bytes;
     }
 
     /// Counts the accesses of one instruction to shared memory: offset and bytes of each lane.
@@ -122,6 +126,7 @@ impl Counts {
         self.fmas += other.fmas;
         self.shared_thread_bytes += other.shared_thread_bytes;
         self.shared_operand_bytes += other.shared_operand_bytes;
+        self.shared_right_bytes += other.shared_right_bytes;
         self.shared_copy_bytes += other.shared_copy_bytes;
         self.tensor_memory_bytes += other.tensor_memory_bytes;
         self.bank_conflicts += other.bank_conflicts;

@@ -40,6 +40,7 @@ impl World<'_> {
             Wait::Groups(_) => "its groups of copies".to_owned(),
             Wait::Products(_) => "its products".to_owned(),
             Wait::Registers(count) => format!("{count} registers a thread, and {} are free in the block", block.pool),
+            Wait::Peer => "the other CTA of its pair, to do the same with tensor memory".to_owned(),
             Wait::Sleep => "what another thread writes".to_owned(),
         }
     }

@@ -12,6 +12,7 @@ use fulgurite_ptx::Swizzle;
 use fulgurite_ptx::inst::Space;
 use fulgurite_ptx::machine::{Done, Group, MemoryAddress, Queue, Transfer};
 use fulgurite_ptx::product::{Left, Product};
+use fulgurite_ptx::tcgen05::CtaGroup;
 use std::rc::Rc;
 
 /// Parts of a copy that is about to start.
@@ -29,7 +30,7 @@ impl View<'_, '_> {
     }
 
     /// Ranks of the CTAs that a copy reaches.
-    fn ranks(&mut self, lane: u32, own: usize, multicast: Option<u16>) -> Vec<usize> {
+    pub fn ranks(&mut self, lane: u32, own: usize, multicast: Option<u16>) -> Vec<usize> {
         let size = self.cluster.blocks.len();
         match multicast {
             None => vec![own],
@@ -102,16 +103,16 @@ impl View<'_, '_> {
                     Ends { from: source, to, bytes: padded, proxy, boxed: false },
                     Vec::new(),
                     reduce,
-                    done,
+                    (done, CtaGroup::Single),
                 );
             }
             Transfer::Words { to, data, reduce, done } => {
                 let bytes = data.len() as u32;
                 let Some(to) = self.place(lane, to, bytes, None) else { return };
                 let ends = Ends { from: End::Words, to, bytes, proxy: Proxy::Async, boxed: false };
-                self.start(lane, ends, data, reduce, done);
+                self.start(lane, ends, data, reduce, (done, CtaGroup::Single));
             }
-            Transfer::Box { map, coordinates, tile, inward, reduce, multicast, done } => {
+            Transfer::Box { map, coordinates, tile, inward, reduce, multicast, group, done } => {
                 let Some((shape, tensor)) = self.world.tensor_map(map) else {
                     return self.refuse(lane, "no tensor map".into(), map);
                 };
@@ -136,7 +137,7 @@ impl View<'_, '_> {
                 let global = End::Global(runs);
                 let (from, to) = if inward { (global, shared) } else { (shared, global) };
                 let ends = Ends { from, to, bytes, proxy: Proxy::Async, boxed: true };
-                self.start(lane, ends, Vec::new(), reduce.map(|way| (way, number)), done);
+                self.start(lane, ends, Vec::new(), reduce.map(|way| (way, number)), (done, group));
             }
         }
     }
@@ -147,7 +148,7 @@ impl View<'_, '_> {
         ends: Ends,
         data: Vec<u8>,
         reduce: Option<(fulgurite_ptx::machine::Reduction, &'static str)>,
-        done: Done,
+        (done, group): (Done, CtaGroup),
     ) {
         let issued = access_of(self.warp, self.block_index(), self.warp.pc, false);
         let start = Rc::new(self.warp.clock.clone());
@@ -160,17 +161,33 @@ impl View<'_, '_> {
         let tells = match done {
             Done::Mbarrier(bar) => {
                 let Some(there) = self.resolve(lane, bar, 8) else { return };
-                Tells::Bar { rank: there.rank, offset: there.offset, each: matches!(ends.to, End::Shared { .. }) }
+                let each = group == CtaGroup::Single && matches!(ends.to, End::Shared { .. });
+                if let End::Shared { ranks, .. } = &ends.to
+                    && !ranks.iter().any(|&rank| group.ranks(rank).contains(&there.rank))
+                {
+                    let allowed = if each { "that CTA" } else { "that CTA or the other one of its pair" };
+                    let what = format!(
+                        "a copy to CTA {} of the cluster, with an mbarrier in CTA {}, allowed: {allowed}",
+                        ranks[0], there.rank
+                    );
+                    return self.refuse(lane, what, bar.address);
+                }
+                Tells::Bar { rank: there.rank, offset: there.offset, each }
             }
             Done::Group(queue) => Tells::Group(queue),
             Done::Nothing => Tells::Nobody,
         };
         let mut phases = Vec::new();
-        if let Tells::Bar { offset, rank, .. } = tells {
+        if let Tells::Bar { offset, rank, each } = tells {
             let to: Vec<usize> = match &ends.to {
-                End::Shared { ranks, .. } => ranks.clone(),
-                End::Global(_) | End::Words => vec![rank],
+                End::Shared { ranks, .. } if each => ranks.clone(),
+                _ => vec![rank],
             };
+            if !each {
+                // The mbarrier must outlive the copy.
+                let access = Access { who: Who::Async(write_done[0]), ..issued };
+                self.cluster.blocks[rank].reaches.push(access);
+            }
             phases = to.iter().map(|&rank| self.world.bar_phase(self.cluster, BarAt { rank, offset })).collect();
         }
         // Shared memory must outlive all copies that read or write it.

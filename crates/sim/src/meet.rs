@@ -6,7 +6,7 @@ use crate::mbarrier::{BarAt, User};
 use crate::view::View;
 use crate::world::{Cluster, Named, Status, Wait, World, access_of};
 use fulgurite_ptx::inst::Space;
-use fulgurite_ptx::machine::{Fence, Mbarrier, Meeting, MemoryAddress, Order};
+use fulgurite_ptx::machine::{Fence, Mbarrier, Meeting, MemoryAddress, Order, Scope};
 
 /// Executes a fence for the warp.
 pub(crate) fn fence(v: &mut View<'_, '_>, what: Fence) {
@@ -155,7 +155,11 @@ pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, what:
     let at = BarAt { rank: there.rank, offset: there.offset };
     let far = at.rank != v.warp.rank;
     let access = access_of(v.warp, v.block_index(), v.warp.pc, true);
-    let releases = |order: Order| matches!(order, Order::Release(_) | Order::AcquireRelease(_));
+    // A release among the threads of the CTA tells another CTA what is finished, and no more.
+    let releases = |order: Order| match order {
+        Order::Release(scope) | Order::AcquireRelease(scope) => !far || scope != Scope::Block,
+        _ => false,
+    };
     let now = v.warp.now;
     let user = |releases: bool| User { clock: &v.warp.clock, access, lane: Some(lane), far, releases, now };
     match what {

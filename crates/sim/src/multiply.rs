@@ -3,6 +3,7 @@
 //! Products of 16-bit floats take most of the time of a simulation, so they have a fast path. Tests check that it gives
 //! the same bits as [`model::accumulate`], which defines them.
 
+use crate::exact_sums::{self, Bits};
 use crate::program::Program;
 use crate::sums::{Columns, DEPTH, LOW, OperandRow, Sums};
 use crate::world::{SHARED_BASE, Warp};
@@ -10,6 +11,7 @@ use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::Reg;
 use fulgurite_ptx::model;
 use fulgurite_ptx::product::{Descriptor, Major, Product, accumulator_element};
+use fulgurite_ptx::tcgen05::ProductKind;
 use fulgurite_ptx::{bf16, f16};
 
 /// An operand, `outer` by `inner`; elements of all outer indices are adjacent. Elements of every operand type fit in
@@ -27,6 +29,13 @@ impl Matrix {
     pub fn set(&mut self, outer: usize, inner: usize, x: f64) {
         self.values[inner * self.outer + outer] = x as f32;
     }
+    /// The first `each` outer indices of several operands, one after the other.
+    pub fn join(parts: &[Matrix], each: usize) -> Self {
+        let depth = parts[0].depth;
+        let rows = (0..depth).flat_map(|inner| parts.iter().map(move |part| (part, inner * part.outer)));
+        let values = rows.flat_map(|(part, start)| part.values[start..start + each].iter().copied()).collect();
+        Matrix { values, outer: each * parts.len(), depth }
+    }
     pub fn get(&self, outer: usize, inner: usize) -> f32 {
         self.values[inner * self.outer + outer]
     }
@@ -42,6 +51,12 @@ impl Matrix {
         match number {
             Number::Bf16 => places.zip(halves).for_each(|(x, bits)| *x = bf16::from_bits(bits).to_f32()),
             Number::F16 => places.zip(halves).for_each(|(x, bits)| *x = f16::from_bits(bits).to_f32()),
+            // Elements of two numbers are contiguous along the summed dimension.
+            Number::E2m1x2 => {
+                let places = self.values[2 * inner as usize * self.outer + outer as usize..].iter_mut();
+                let numbers = unit.iter().flat_map(|byte| [byte & 15, byte >> 4]);
+                places.step_by(step).zip(numbers).for_each(|(x, bits)| *x = model::from_fp4(bits));
+            }
             _ => {
                 let bytes = number.bytes() as usize;
                 for (x, part) in places.zip(unit.chunks_exact(bytes)) {
@@ -177,24 +192,70 @@ pub(crate) struct Rows<'a> {
     a: &'a Matrix,
     b: &'a Matrix,
     numbers: [Number; 3],
+    /// Elements of both operands in the order of their rows, times their scales; of products other than those of halves.
+    wide: Option<[Vec<f64>; 2]>,
+    /// Which bits each row and each column of them have, if all are finite.
+    bits: [Vec<Option<Bits>>; 2],
+    scaled: bool,
     sums: Sums,
     /// Exponents of both operands, if all their elements are finite halves that are summed in f32.
     exponents: Option<[Vec<i16>; 2]>,
 }
 
 impl<'a> Rows<'a> {
-    pub fn new(a: &'a Matrix, b: &'a Matrix, numbers: [Number; 3], cols: usize) -> Self {
+    pub fn new(
+        [a, b]: [&'a Matrix; 2],
+        numbers: [Number; 3],
+        cols: usize,
+        scales: Option<(&'a [Matrix; 2], ProductKind)>,
+    ) -> Self {
         let [to, number_a, number_b] = numbers;
         let quick = number_a.bytes() == 2 && to == Number::F32 && b.outer == cols;
         let exponents = quick.then(|| a.exponents(number_a).zip(b.exponents(number_b))).flatten();
-        Rows { a, b, numbers, sums: Sums::new(cols), exponents: exponents.map(|(a, b)| [a, b]) }
+        let each = scales.and_then(|(_, kind)| kind.scales()).map_or(1, |scales| scales.elements as usize);
+        let wide = |matrix: &Matrix, scales: Option<&Matrix>| -> Vec<f64> {
+            let element = |outer, i| {
+                let scale =
+                    scales.filter(|scales| outer < scales.outer).map_or(1.0, |scales| scales.get(outer, i / each));
+                f64::from(matrix.get(outer, i)) * f64::from(scale)
+            };
+            (0..matrix.outer)
+                .flat_map(|outer| (0..matrix.depth).map(move |i| (outer, i)))
+                .map(|(o, i)| element(o, i))
+                .collect()
+        };
+        let wide = (number_a.bytes() != 2).then(|| {
+            let of = |i: usize| scales.map(|(scales, _)| &scales[i]);
+            [wide(a, of(0)), wide(b, of(1))]
+        });
+        let bits = [0, 1].map(|i: usize| {
+            let all = wide.as_ref().map_or(&[][..], |wide: &[Vec<f64>; 2]| &wide[i]);
+            all.chunks_exact(a.depth).map(Bits::of).collect()
+        });
+        let (scaled, exponents) = (scales.is_some(), exponents.map(|(a, b)| [a, b]));
+        Rows { a, b, numbers, wide, bits, scaled, sums: Sums::new(cols), exponents }
     }
 
     fn element(&self, old: u32, row: usize, col: usize) -> u32 {
-        let pair = |i| [self.a.get(row, i), self.b.get(col, i)].map(f64::from);
-        let factors: [[f64; 2]; DEPTH] = std::array::from_fn(pair);
         let [to, from @ ..] = self.numbers;
-        model::accumulate(old, &factors, to, from, false)
+        let Some([a, b]) = &self.wide else {
+            let pair = |i| [self.a.get(row, i), self.b.get(col, i)].map(f64::from);
+            let factors: [[f64; 2]; DEPTH] = std::array::from_fn(pair);
+            return model::accumulate(old, &factors, to, from, false);
+        };
+        let depth = self.a.depth;
+        let (a, b) = (&a[row * depth..(row + 1) * depth], &b[col * depth..(col + 1) * depth]);
+        if to == Number::F32
+            && let (Some(bits_a), Some(bits_b)) = (self.bits[0][row], self.bits[1][col])
+            && let Some(sum) = exact_sums::sum(old, [a, b], [bits_a, bits_b])
+        {
+            return sum;
+        }
+        let factors: Vec<[f64; 2]> = a.iter().zip(b).map(|(&x, &y)| [x, y]).collect();
+        match to {
+            Number::S32 => model::accumulate(old, &factors, to, from, false),
+            _ => model::Adder::blackwell(depth, self.scaled).add(old, &factors, to, from),
+        }
     }
 
     /// Computes a row of D into its cells.

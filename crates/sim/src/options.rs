@@ -33,11 +33,14 @@ pub struct Options {
     pub resident: u32,
     /// What orders accesses to tensor memory.
     pub tensor: TensorOrder,
+    /// Whether products must read every scale that a copy brings to tensor memory, unless it equals one that they read. A
+    /// kernel that reads part of a block may be right; one that reads the same scales for every step is not.
+    pub whole_scales: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let (order, tensor) = (Order::Random, TensorOrder::Queue);
-        Options { seed: 0, budget: 1 << 32, checks: true, order, resident: 2, tensor }
+        Options { seed: 0, budget: 1 << 32, checks: true, order, resident: 2, tensor, whole_scales: false }
     }
 }

@@ -101,6 +101,9 @@ pub(crate) struct Toucher<'a> {
     pub access: Access,
     /// The clock of proxy fences, for shared or for global memory.
     pub fences: Part,
+    /// Whether a read, too, needs to know only that an earlier write is finished: in tensor memory, where no write is
+    /// visible to some and not to others.
+    pub finished: bool,
     /// Results so far.
     pub memo: Memo,
 }
@@ -118,7 +121,7 @@ pub(crate) struct Memo {
 
 impl<'a> Toucher<'a> {
     pub fn new(clocks: &'a [&'a Clock], access: Access, fences: Part) -> Self {
-        Toucher { clocks, access, fences, memo: Memo::default() }
+        Toucher { clocks, access, fences, finished: false, memo: Memo::default() }
     }
 
     fn id(&mut self, ledger: &mut Ledger, mask: u8) -> u32 {
@@ -174,7 +177,7 @@ impl Ledger {
         if earlier.who == t.access.who || (earlier.strong && t.access.strong) {
             return None;
         }
-        let unordered = |clock: &&Clock| !self.ordered(earlier, clock, writes);
+        let unordered = |clock: &&Clock| !self.ordered(earlier, clock, writes || t.finished);
         if t.clocks.iter().any(unordered) {
             return Some(Why::Unordered);
         }

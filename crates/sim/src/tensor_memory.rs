@@ -10,27 +10,31 @@ use crate::mbarrier::{BarAt, User};
 use crate::multiply::{Matrix, Rows};
 use crate::options::{Order, TensorOrder};
 use crate::shadow::{Access, Conflict, Proxy, Shadow, Toucher, Who};
+use crate::tensor_pair::{PairStep, Waiting};
+use crate::tensor_scales::{ScaleBlock, ScaleCopy};
 use crate::view::View;
 use crate::warpgroup::Reader;
-use crate::world::{Cluster, Event, SHARED_BASE, Snapshot, World, access_of};
+use crate::world::{Cluster, Cta, Event, SHARED_BASE, Snapshot, World, access_of};
 use fulgurite_ptx::inst::Reg;
 use fulgurite_ptx::machine::{Machine, MemoryAddress, lanes};
 use fulgurite_ptx::product::Major;
 use fulgurite_ptx::tcgen05::{
-    COLUMNS, LANES, ProductShape, Side, TensorAction, TensorLeft, TensorProduct, WARP_LANES, descriptor,
+    COLUMNS, CtaGroup, LANES, ProductShape, Side, TensorAction, TensorLeft, TensorProduct, WARP_LANES, descriptor,
     lane_and_column,
 };
 use fulgurite_ptx::{Number, model};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::Range;
 use std::rc::Rc;
 
 /// Quarters of the lanes, one for each warp of a warpgroup.
 const QUARTERS: u32 = LANES / WARP_LANES;
 
 /// Work of a queue that is still to be done.
-enum Work {
+pub(crate) enum Work {
     Multiply { what: TensorProduct, start: Snapshot, completion: u32, issued: Access },
-    Commit { bar: BarAt, told: Snapshot, issued: Access, lane: u32 },
+    CopyScales { what: ScaleCopy, start: Snapshot, completion: u32, issued: Access },
+    Commit { bars: Vec<BarAt>, told: Snapshot, issued: Access, lane: u32 },
 }
 
 /// Products and commits of one thread, in order.
@@ -40,8 +44,10 @@ struct TensorQueue {
     /// Its clock counts the products that are complete.
     comp: Comp,
     pending: VecDeque<Work>,
-    /// Number of products started.
+    /// Number of products and copies started.
     started: u32,
+    /// Copies of scales, which run before the products that start later: their count.
+    copies: (Comp, u32),
     /// Products into one accumulator run in order: their count, by address and shape.
     chains: HashMap<(u32, u32), (Comp, u32)>,
     /// Cycle at which the last product ends.
@@ -66,6 +72,12 @@ pub(crate) struct TensorMemory {
     last: Option<u32>,
     relinquished: Option<Access>,
     queues: Vec<TensorQueue>,
+    /// Blocks of scales that were copied, by their first column.
+    pub scales: BTreeMap<u32, ScaleBlock>,
+    /// A warp that waits for the other CTA of the pair to do the same.
+    pub waiting: Option<Waiting>,
+    /// The CTA of the pair that starts products, with the first one; kept by the CTA with the even rank.
+    pub issuer: Option<(usize, Access)>,
 }
 
 /// The record of a quarter of a column.
@@ -74,8 +86,22 @@ fn record(quarter: u32, column: u32) -> u64 {
 }
 
 impl TensorMemory {
-    fn holds(&self, first: u32, columns: u32) -> bool {
+    pub fn holds(&self, first: u32, columns: u32) -> bool {
         self.held.iter().any(|held| held.first <= first && first + columns <= held.first + held.columns)
+    }
+
+    fn hold(&mut self, held: Held) {
+        let Held { first, columns, .. } = held;
+        self.last = Some(columns);
+        self.held.push(held);
+        if self.cells.is_empty() {
+            // A pattern that is a NaN in every type.
+            self.cells = vec![u32::MAX; (LANES * COLUMNS) as usize];
+        }
+        let shadow = self.shadow.get_or_insert_with(|| Shadow::new(u64::from(QUARTERS * COLUMNS * 4)));
+        for quarter in 0..QUARTERS {
+            shadow.copy_written(record(quarter, first), &vec![false; 4 * columns as usize]);
+        }
     }
 
     /// The access that allocated columns which were not freed.
@@ -83,7 +109,7 @@ impl TensorMemory {
         self.held.first().map(|held| held.by)
     }
 
-    fn row(&mut self, lane: u32, column: u32, count: u32) -> &mut [u32] {
+    pub fn row(&mut self, lane: u32, column: u32, count: u32) -> &mut [u32] {
         let start = (lane * COLUMNS + column) as usize;
         &mut self.cells[start..start + count as usize]
     }
@@ -119,14 +145,12 @@ impl View<'_, '_> {
     /// Performs an action on tensor memory.
     pub fn act_on_tensor(&mut self, lane: u32, what: TensorAction) {
         match what {
-            TensorAction::Allocate { to, columns } => self.allocate_columns(lane, to, columns),
-            TensorAction::Relinquish => {
-                let access = access_of(self.warp, self.block_index(), self.warp.pc, false);
-                self.memory().relinquished = Some(access);
-            }
-            TensorAction::Free { address, columns } => self.free_columns(address, columns),
+            TensorAction::Allocate { to, columns, group } => self.allocate_columns(lane, to, columns, group),
+            TensorAction::Relinquish(group) => self.relinquish(group),
+            TensorAction::Free { address, columns, group } => self.free_columns(address, columns, group),
             TensorAction::Multiply(product) => self.start_tensor_product(lane, product),
-            TensorAction::Commit(bar) => self.commit_products(lane, bar),
+            TensorAction::CopyScales { to, from, group } => self.start_scale_copy(lane, ScaleCopy { to, from, group }),
+            TensorAction::Commit { bar, multicast, group: _ } => self.commit_products(lane, bar, multicast),
             TensorAction::WaitLoads | TensorAction::WaitStores => {
                 let of = usize::from(what == TensorAction::WaitStores);
                 self.warp.tick();
@@ -140,7 +164,15 @@ impl View<'_, '_> {
         }
     }
 
-    fn allocate_columns(&mut self, lane: u32, to: MemoryAddress, columns: u32) {
+    fn relinquish(&mut self, group: CtaGroup) {
+        let access = access_of(self.warp, self.block_index(), self.warp.pc, false);
+        self.memory().relinquished = Some(access);
+        if group == CtaGroup::Pair && self.group_ranks(group).is_some() {
+            self.step_with_peer(PairStep::Relinquish, 0);
+        }
+    }
+
+    fn allocate_columns(&mut self, lane: u32, to: MemoryAddress, columns: u32, group: CtaGroup) {
         let access = access_of(self.warp, self.block_index(), self.warp.pc, false);
         if let Some(other) = self.memory().relinquished {
             let (here, other) = (self.world.side_of(&access), Some(self.world.side_of(&other)));
@@ -151,32 +183,35 @@ impl View<'_, '_> {
         if self.memory().last.is_some_and(|last| last < columns) {
             return self.tensor_fault(format!("{columns} columns after a smaller allocation"), None);
         }
-        // Any free range will do; which one is up to the machine.
+        let (Some(ranks), Some(there)) = (self.group_ranks(group), self.resolve(lane, to, 4)) else { return };
+        let other = match group {
+            CtaGroup::Single => None,
+            CtaGroup::Pair => match self.step_with_peer(PairStep::Allocate { columns }, there.offset) {
+                Some(other) => Some(other),
+                None => return,
+            },
+        };
+        // Any range will do that is free in all CTAs of the group; which one is up to the machine.
         let starts: Vec<u32> = (0..COLUMNS / columns)
             .map(|i| i * columns)
             .filter(|&first| {
                 let apart = |held: &Held| first + columns <= held.first || held.first + held.columns <= first;
-                self.cluster.blocks[self.warp.rank].tensor.held.iter().all(apart)
+                self.cluster.blocks[ranks.clone()].iter().flat_map(|block| &block.tensor.held).all(apart)
             })
             .collect();
         let Some(&first) = starts.get(self.world.random.below(starts.len().max(1) as u64) as usize) else {
             return self.tensor_fault(format!("{columns} columns, and no such range is free: waits for ever"), None);
         };
-        let memory = self.memory();
-        memory.last = Some(columns);
-        memory.held.push(Held { first, columns, by: access });
-        if memory.cells.is_empty() {
-            // A pattern that is a NaN in every type.
-            memory.cells = vec![u32::MAX; (LANES * COLUMNS) as usize];
-        }
-        let shadow = memory.shadow.get_or_insert_with(|| Shadow::new(u64::from(QUARTERS * COLUMNS * 4)));
-        for quarter in 0..QUARTERS {
-            shadow.copy_written(record(quarter, first), &vec![false; 4 * columns as usize]);
-        }
+        self.memory().hold(Held { first, columns, by: access });
         self.store(lane, to, fulgurite_ptx::machine::Order::Weak, &first.to_le_bytes());
+        if let Some(other) = other {
+            self.cluster.blocks[self.warp.rank ^ 1].tensor.hold(Held { first, columns, by: other.by });
+            self.store_for_peer(&other, there.offset, first);
+        }
     }
 
-    fn free_columns(&mut self, address: u32, columns: u32) {
+    fn free_columns(&mut self, address: u32, columns: u32, group: CtaGroup) {
+        let Some(ranks) = self.group_ranks(group) else { return };
         let [_, first] = lane_and_column(address);
         let at = self.memory().held.iter().position(|held| (held.first, held.columns) == (first, columns));
         let Some(at) = at else {
@@ -185,25 +220,39 @@ impl View<'_, '_> {
             let what = format!("{columns} columns from {first} are freed, held are: {}", held.join(", "));
             return self.tensor_fault(what, Some(address));
         };
-        self.memory().held.swap_remove(at);
-        let access = Access { proxy: Proxy::Async, ..access_of(self.warp, self.block_index(), self.warp.pc, false) };
-        let clock = self.tensor_clock();
-        let found = self.touch((0..QUARTERS).map(|quarter| (quarter, first, columns)), access, &clock, true);
-        self.report_conflict(found, &access, true);
+        let (access, clock) = (self.freeing(group), self.tensor_clock());
+        for rank in ranks {
+            let quarters = (0..QUARTERS).map(|quarter| (quarter, first, columns));
+            let found = self.touch(rank, quarters, access, &clock, true);
+            self.report_conflict(found, &access, true);
+        }
+        self.world.unread_scales(self.cluster, self.warp.rank, (first, columns));
         self.warp.tick();
+        match group {
+            CtaGroup::Single => {
+                self.memory().held.swap_remove(at);
+            }
+            CtaGroup::Pair => {
+                let Some(other) = self.step_with_peer(PairStep::Free { columns }, first) else { return };
+                self.memory().held.swap_remove(at);
+                let held = &mut self.cluster.blocks[self.warp.rank ^ 1].tensor.held;
+                held.retain(|held| held.first != other.at);
+            }
+        }
     }
 
     /// Records an access to quarters of columns, and returns the first conflict.
     fn touch(
         &mut self,
+        rank: usize,
         parts: impl Iterator<Item = (u32, u32, u32)>,
         access: Access,
         clock: &Clock,
         writes: bool,
     ) -> Option<Conflict> {
         let clocks = [clock];
-        let mut t = Toucher::new(&clocks, access, Part::AsyncShared);
-        let shadow = self.cluster.blocks[self.warp.rank].tensor.shadow.as_mut()?;
+        let mut t = Toucher { finished: true, ..Toucher::new(&clocks, access, Part::AsyncShared) };
+        let shadow = self.cluster.blocks[rank].tensor.shadow.as_mut()?;
         let ledger = &mut self.world.ledger;
         let mut found = None;
         for (quarter, column, count) in parts {
@@ -259,7 +308,7 @@ impl View<'_, '_> {
             true => None,
         };
         let clock = self.tensor_clock();
-        let found = self.touch(std::iter::once((quarter, column, count)), access, &clock, writes);
+        let found = self.touch(self.warp.rank, std::iter::once((quarter, column, count)), access, &clock, writes);
         self.report_conflict(found, &access, writes);
         if unwritten.is_some() {
             let address = Some(u64::from(at[self.warp.active.trailing_zeros() as usize & 31]));
@@ -299,74 +348,110 @@ impl View<'_, '_> {
     }
 
     /// The queue of the warp's thread.
-    fn queue(&mut self, lane: u32) -> usize {
+    pub fn queue(&mut self, lane: u32) -> usize {
         let warp = self.warp.index;
         let known = self.memory().queues.iter().position(|queue| (queue.warp, queue.lane) == (warp, lane));
         known.unwrap_or_else(|| {
-            let comp = self.cluster.component();
+            let (comp, copies) = (self.cluster.component(), (self.cluster.component(), 0));
             let (pending, chains) = (VecDeque::new(), HashMap::new());
             let queues = &mut self.memory().queues;
-            queues.push(TensorQueue { warp, lane, comp, pending, started: 0, chains, latest: 0 });
+            queues.push(TensorQueue { warp, lane, comp, pending, started: 0, copies, chains, latest: 0 });
             queues.len() - 1
         })
     }
 
     fn start_tensor_product(&mut self, lane: u32, what: TensorProduct) {
         let issued = access_of(self.warp, self.block_index(), self.warp.pc, false);
-        let completion = self.world.ledger.completion();
+        let Some(ranks) = self.group_ranks(what.group) else { return };
+        self.one_issuer(&ranks, issued);
+        let (at, completion) = (self.queue(lane), self.world.ledger.completion());
+        // Instructions that differ in the scales that they read have one accumulator and one shape.
+        let shape = match ProductShape::decode(what.shape, what.kind, what.group) {
+            Ok(shape) => ProductShape { scale_bytes: [0; 2], ..shape }.encode(),
+            Err(_) => what.shape,
+        };
+        let start = self.queue_start(at, completion, Some((what.d, shape)));
+        self.queue_work(at, &ranks, Work::Multiply { what, start, completion, issued }, completion, issued);
+        self.enqueue(at, Some(what));
+    }
+
+    /// What is ordered before the next work of a queue: a product into an accumulator of a shape, or a copy of scales.
+    pub fn queue_start(&mut self, at: usize, completion: u32, product: Option<(u32, u32)>) -> Snapshot {
         let mut start = self.warp.clock.clone();
-        let tensor = self.tensor_clock();
-        let (at, rank) = (self.queue(lane), self.warp.rank);
-        let order = self.world.options.tensor;
+        let (tensor, rank, order) = (self.tensor_clock(), self.warp.rank, self.world.options.tensor);
         let (cluster, world) = (&mut *self.cluster, &mut *self.world);
-        let chain = match cluster.blocks[rank].tensor.queues[at].chains.get(&(what.d, what.shape)) {
+        let chain = product.map(|key| match cluster.blocks[rank].tensor.queues[at].chains.get(&key) {
             Some(&chain) => chain,
             None => (cluster.component(), 0),
-        };
+        });
         let queue = &mut cluster.blocks[rank].tensor.queues[at];
         queue.started += 1;
-        queue.chains.insert((what.d, what.shape), (chain.0, chain.1 + 1));
         world.ledger.completed(completion, queue.comp, queue.started);
-        world.ledger.completed(completion, chain.0, chain.1 + 1);
-        // Products of a thread run in order; the manual promises it only for those into one accumulator.
+        let mut before = vec![queue.copies];
+        match (product, chain) {
+            (Some(key), Some((comp, count))) => {
+                queue.chains.insert(key, (comp, count + 1));
+                world.ledger.completed(completion, comp, count + 1);
+                before.push((comp, count));
+            }
+            _ => {
+                before.clear();
+                queue.copies.1 += 1;
+                world.ledger.completed(completion, queue.copies.0, queue.copies.1);
+            }
+        }
+        // The work of a thread runs in order; the manual promises it only for products into one accumulator, and for copies
+        // before products.
         match order {
             TensorOrder::Queue => start.raise(&[Part::Memory, Part::Done], queue.comp, queue.started - 1),
             TensorOrder::Strict => {
                 start = tensor;
-                start.raise(&[Part::Memory, Part::Done], chain.0, chain.1);
+                before.iter().for_each(|&(comp, count)| start.raise(&[Part::Memory, Part::Done], comp, count));
                 // Shared memory is ordered by the barriers of its rings, with no fence of tensor memory.
                 start.join(&self.warp.clock);
             }
         }
-        queue.pending.push_back(Work::Multiply { what, start: Rc::new(start), completion, issued });
-        let reads = Access { who: Who::Async(completion), ..issued };
-        cluster.blocks[rank].reaches.push(reads);
-        self.enqueue(at, Some(what));
+        Rc::new(start)
     }
 
-    fn commit_products(&mut self, lane: u32, bar: MemoryAddress) {
+    /// Appends work to a queue. The memory of its CTAs must outlive it.
+    pub fn queue_work(&mut self, at: usize, ranks: &Range<usize>, work: Work, completion: u32, issued: Access) {
+        self.memory().queues[at].pending.push_back(work);
+        let reaches = Access { who: Who::Async(completion), ..issued };
+        for block in &mut self.cluster.blocks[ranks.clone()] {
+            block.reaches.push(reaches);
+        }
+    }
+
+    fn commit_products(&mut self, lane: u32, bar: MemoryAddress, multicast: Option<u16>) {
         let Some(there) = self.resolve(lane, bar, 8) else { return };
         let issued = access_of(self.warp, self.block_index(), self.warp.pc, true);
         let (at, rank) = (self.queue(lane), self.warp.rank);
         // What the products waited for is over when they are; what they wrote is visible to those who wait.
         let mut told = Clock::new(self.cluster.id);
         told.join_done(&self.warp.clock);
-        let bar = BarAt { rank: there.rank, offset: there.offset };
-        // The thread knows of the mbarrier's initialisation when it commits, if ever.
-        let made = self.cluster.blocks[bar.rank].bars.get(&bar.offset).map(|bar| bar.made.who);
-        if let Some(Who::Warp { comp, time }) = made
-            && self.warp.clock.get(Part::Memory, comp) >= time
-        {
-            told.raise(&[Part::Memory], comp, time);
+        let bars: Vec<BarAt> = self
+            .ranks(lane, there.rank, multicast)
+            .into_iter()
+            .map(|rank| BarAt { rank, offset: there.offset })
+            .collect();
+        for bar in &bars {
+            // The thread knows of the mbarrier's initialisation when it commits, if ever.
+            let made = self.cluster.blocks[bar.rank].bars.get(&bar.offset).map(|bar| bar.made.who);
+            if let Some(Who::Warp { comp, time }) = made
+                && self.warp.clock.get(Part::Memory, comp) >= time
+            {
+                told.raise(&[Part::Memory], comp, time);
+            }
         }
         let queue = &mut self.cluster.blocks[rank].tensor.queues[at];
         told.raise(&[Part::Memory, Part::Done], queue.comp, queue.started);
-        queue.pending.push_back(Work::Commit { bar, told: Rc::new(told), issued, lane });
+        queue.pending.push_back(Work::Commit { bars, told: Rc::new(told), issued, lane });
         self.enqueue(at, None);
     }
 
     /// Schedules the next work of a queue.
-    fn enqueue(&mut self, at: usize, product: Option<TensorProduct>) {
+    pub fn enqueue(&mut self, at: usize, product: Option<TensorProduct>) {
         let (rank, now, pc, block) = (self.warp.rank, self.warp.now, self.warp.pc, self.block_index());
         self.cluster.pending += 1;
         self.world.progress += 1;
@@ -376,9 +461,9 @@ impl View<'_, '_> {
             return self.world.later(event);
         }
         let queue = &mut self.cluster.blocks[rank].tensor.queues[at];
-        let shape = product.and_then(|what| ProductShape::decode(what.shape).ok());
-        if let Some(ProductShape { rows, cols, numbers, .. }) = shape {
-            let flops = 2 * u64::from(rows * cols * numbers[1].depth());
+        let shape = product.and_then(|what| ProductShape::decode(what.shape, what.kind, what.group).ok());
+        if let Some(shape) = shape {
+            let (numbers, flops) = (shape.numbers, flops(&shape));
             queue.latest = self.world.product_time(block, numbers[1], flops, now, pc);
         }
         let time = queue.latest.max(now);
@@ -388,8 +473,11 @@ impl View<'_, '_> {
 
 /// The parts of a product that were found to be valid.
 struct Operands {
-    a: Matrix,
+    /// Rows of A, one matrix for each CTA.
+    a: Vec<Matrix>,
     b: Matrix,
+    /// Scales of A and of B, for each CTA.
+    scales: Option<Vec<[Matrix; 2]>>,
     shape: ProductShape,
     /// First column of D.
     column: u32,
@@ -408,15 +496,21 @@ impl World<'_> {
                 if let Some(operands) = self.tensor_operands(cluster, rank, &what, &access, &start) {
                     self.multiply_into(cluster, rank, &what, &operands, (&access, &start));
                     let ProductShape { rows, cols, numbers, .. } = operands.shape;
-                    let flops = 2 * u64::from(rows * cols * numbers[1].depth());
+                    let flops = flops(&operands.shape);
                     let left = if matches!(what.a, TensorLeft::Tile(_)) { rows } else { 0 };
-                    self.counts[role].multiplied(numbers[1], flops, u64::from(32 * (cols + left)));
+                    self.counts[role].multiplied(numbers[1], flops, [left, cols].map(|n| u64::from(32 * n)));
                 }
             }
-            Work::Commit { bar, told, issued, lane } => {
+            Work::CopyScales { what, start, completion, issued } => {
+                let access = Access { who: Who::Async(completion), proxy: Proxy::Async, ..issued };
+                self.copy_scales(cluster, rank, &what, (&access, &start));
+            }
+            Work::Commit { bars, told, issued, lane } => {
                 let now = self.now;
                 let user = User { clock: &told, access: issued, lane: Some(lane), far: true, releases: true, now };
-                self.bar_arrive(cluster, bar, 1, 0, &user);
+                for bar in bars {
+                    self.bar_arrive(cluster, bar, 1, 0, &user);
+                }
             }
         }
     }
@@ -426,7 +520,7 @@ impl World<'_> {
         roles.iter().position(|r| (r.first_warp..r.first_warp + r.warps).contains(&warp)).unwrap_or(0)
     }
 
-    fn wrong_product(&mut self, access: &Access, fault: Fault, what: String, address: Option<u64>) {
+    pub fn wrong_product(&mut self, access: &Access, fault: Fault, what: String, address: Option<u64>) {
         let here = self.side_of(access);
         self.report(fault, what, address, here, None);
     }
@@ -440,16 +534,20 @@ impl World<'_> {
         access: &Access,
         start: &Clock,
     ) -> Option<Operands> {
-        let shape = match ProductShape::decode(what.shape) {
+        let shape = match ProductShape::decode(what.shape, what.kind, what.group) {
             Ok(shape) => shape,
             Err(why) => {
                 self.wrong_product(access, Fault::Operand, format!("a product of {why}"), None);
                 return None;
             }
         };
-        let [lane, column] = lane_and_column(what.d);
-        let memory = &cluster.blocks[rank].tensor;
-        if lane != 0 || !memory.holds(column, shape.cols) {
+        let ([lane, column], ranks) = (lane_and_column(what.d), what.group.ranks(rank));
+        if cluster.blocks[ranks.clone()].iter().any(|block| block.running == 0) {
+            self.wrong_product(access, Fault::Exit, "a product reaches a CTA that has ended".to_owned(), None);
+            return None;
+        }
+        let held = |block: &Cta| block.tensor.holds(column, shape.cols);
+        if lane != 0 || !cluster.blocks[ranks.clone()].iter().all(held) {
             let text = format!("D of {} columns from {column}, lane {lane}, which were not allocated", shape.cols);
             self.wrong_product(access, Fault::OutOfBounds, text, Some(what.d.into()));
             return None;
@@ -468,14 +566,30 @@ impl World<'_> {
         let [_, number_a, number_b] = shape.numbers;
         let clocks = [start];
         let reader = Reader { issued: *access, clocks: &clocks };
-        let b = self.tensor_tile(cluster, rank, &reader, (what.b, number_b, shape.majors[1], shape.cols))?;
-        let a = match what.a {
-            TensorLeft::Tile(bits) => {
-                self.tensor_tile(cluster, rank, &reader, (bits, number_a, shape.majors[0], shape.rows))?
-            }
-            TensorLeft::Memory(from) => self.tensor_rows(cluster, rank, (from, shape), access, start)?,
+        // Each CTA has its part of the columns of B and of the rows of A.
+        let [cols, rows] = [shape.cols, shape.rows].map(|n| n / what.group.ctas());
+        let mut parts = Vec::new();
+        for rank in ranks.clone() {
+            parts.push(self.tensor_tile(cluster, rank, &reader, (what.b, number_b, shape.majors[1], cols))?);
+        }
+        let b = match parts.len() {
+            1 => parts.pop()?,
+            _ => Matrix::join(&parts, cols as usize),
         };
-        Some(Operands { a, b, shape, column })
+        let mut a = Vec::new();
+        for rank in ranks {
+            a.push(match what.a {
+                TensorLeft::Tile(bits) => {
+                    self.tensor_tile(cluster, rank, &reader, (bits, number_a, shape.majors[0], rows))?
+                }
+                TensorLeft::Memory(from) => self.tensor_rows(cluster, rank, (from, shape, rows), access, start)?,
+            });
+        }
+        let scales = match what.scales {
+            Some(at) => Some(self.operand_scales(cluster, rank, (at, &shape, what.group), (access, start))?),
+            None => None,
+        };
+        Some(Operands { a, b, scales, shape, column })
     }
 
     /// Reads an operand in shared memory, all of which is one allocation.
@@ -509,7 +623,7 @@ impl World<'_> {
         &mut self,
         cluster: &mut Cluster,
         rank: usize,
-        (from, shape): (u32, ProductShape),
+        (from, shape, rows): (u32, ProductShape, u32),
         access: &Access,
         start: &Clock,
     ) -> Option<Matrix> {
@@ -523,11 +637,12 @@ impl World<'_> {
         }
         self.touch_columns(cluster, rank, (column, columns), (access, start), false);
         let memory = &mut cluster.blocks[rank].tensor;
-        let mut a = Matrix::new(shape.rows as usize, number.depth() as usize);
-        for row in 0..shape.rows {
-            for (i, &word) in memory.row(shape.lane(row), column, columns).iter().enumerate() {
-                for half in 0..2 {
-                    a.set(row as usize, 2 * i + half, model::decode(word >> (16 * half), number));
+        let mut a = Matrix::new(rows as usize, (number.depth() * number.packed()) as usize);
+        let per = 4 / number.bytes() * number.packed();
+        for row in 0..rows {
+            for (i, &mut word) in (0..).zip(memory.row(shape.lane(row), column, columns)) {
+                for e in 0..per {
+                    a.set(row as usize, (per * i + e) as usize, model::decode(word >> (32 / per * e), number));
                 }
             }
         }
@@ -535,7 +650,7 @@ impl World<'_> {
     }
 
     /// Records an access of a product to all lanes of some columns.
-    fn touch_columns(
+    pub fn touch_columns(
         &mut self,
         cluster: &mut Cluster,
         rank: usize,
@@ -547,7 +662,7 @@ impl World<'_> {
             return;
         }
         let clocks = [start];
-        let mut t = Toucher::new(&clocks, *access, Part::AsyncShared);
+        let mut t = Toucher { finished: true, ..Toucher::new(&clocks, *access, Part::AsyncShared) };
         let Some(shadow) = cluster.blocks[rank].tensor.shadow.as_mut() else { return };
         let (mut found, mut unwritten) = (None, None);
         for quarter in 0..QUARTERS {
@@ -578,18 +693,28 @@ impl World<'_> {
         operands: &Operands,
         by: (&Access, &Clock),
     ) {
-        let Operands { a, b, shape, column } = operands;
-        if what.onto {
-            self.touch_columns(cluster, rank, (*column, shape.cols), by, false);
-        }
-        self.touch_columns(cluster, rank, (*column, shape.cols), by, true);
-        let memory = &mut cluster.blocks[rank].tensor;
-        let mut rows = Rows::new(a, b, shape.numbers, shape.cols as usize);
-        for row in 0..shape.rows {
-            let cells = memory.row(shape.lane(row), *column, shape.cols);
-            rows.multiply(row as usize, what.onto, cells);
+        let Operands { a, b, scales, shape, column } = operands;
+        let rows = shape.rows / what.group.ctas();
+        for (i, (rank, a)) in what.group.ranks(rank).zip(a).enumerate() {
+            if what.onto {
+                self.touch_columns(cluster, rank, (*column, shape.cols), by, false);
+            }
+            self.touch_columns(cluster, rank, (*column, shape.cols), by, true);
+            let memory = &mut cluster.blocks[rank].tensor;
+            let scales = scales.as_ref().map(|all| (&all[i], shape.kind));
+            let mut product = Rows::new([a, b], shape.numbers, shape.cols as usize, scales);
+            for row in 0..rows {
+                let cells = memory.row(shape.lane(row), *column, shape.cols);
+                product.multiply(row as usize, what.onto, cells);
+            }
         }
     }
+}
+
+/// Floating-point operations of a product.
+fn flops(shape: &ProductShape) -> u64 {
+    let number = shape.numbers[1];
+    2 * u64::from(shape.rows * shape.cols * number.depth() * number.packed())
 }
 
 /// What a warp has to do with tensor memory.

@@ -59,7 +59,8 @@ impl World<'_> {
         reader: &Reader<'_>,
         (bits, number, major, outer): (u64, Number, Major, u32),
     ) -> Matrix {
-        let mut matrix = Matrix::new(outer.next_multiple_of(16) as usize, number.depth() as usize);
+        let depth = (number.depth() * number.packed()) as usize;
+        let mut matrix = Matrix::new(outer.next_multiple_of(16) as usize, depth);
         let access = reader.issued;
         let mut t = Toucher::new(reader.clocks, access, Part::AsyncShared);
         let (mut found, mut outside, mut unwritten) = (None, None, None);
@@ -153,10 +154,9 @@ impl World<'_> {
         }
         Four { warps: &mut cluster.warps[first..first + 4], program }.multiply(what, &a, &b);
         let flops = 2 * ROWS as u64 * u64::from(what.n) * u64::from(number_a.depth());
-        let operand_bytes =
-            u64::from(what.n) * 32 + if matches!(what.a, Left::Tile(..)) { 32 * ROWS as u64 } else { 0 };
+        let left_bytes = if matches!(what.a, Left::Tile(..)) { 32 * ROWS as u64 } else { 0 };
         let role = cluster.warps[first].role;
-        self.counts[role].multiplied(number_a, flops, operand_bytes);
+        self.counts[role].multiplied(number_a, flops, [left_bytes, 32 * u64::from(what.n)]);
         let group = &mut cluster.blocks[rank].warpgroups[group];
         group.done += 1;
         group.latest = self.now;

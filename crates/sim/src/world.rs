@@ -72,6 +72,8 @@ pub(crate) enum Wait {
     Products(u32),
     /// Registers from the CTA's pool.
     Registers(u32),
+    /// The other CTA of its pair, for a step that both take together.
+    Peer,
     /// A change by other warps, while it polls.
     Sleep,
 }

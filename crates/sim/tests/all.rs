@@ -21,3 +21,5 @@ mod sync_attention;
 mod sync_backward;
 mod tcgen05;
 mod tensor_attention;
+mod tensor_kinds;
+mod tensor_pairs;

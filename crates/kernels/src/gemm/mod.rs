@@ -7,9 +7,10 @@
 pub mod mma_sync;
 pub mod plan;
 pub mod product;
+pub mod scaled;
 pub mod tcgen05;
 
-use crate::params::{Params, Program};
+use crate::params::{Lens, Params, Program};
 use fulgurite_ptx::device::{Span, TensorSpan};
 use fulgurite_ptx::{
     Acc, BuildError, Group, Half, Kernel, Major, Pair, Pointer, Scope, Sum, Target, Tensor, TileShape, Val, Warpgroups,
@@ -116,20 +117,26 @@ struct GemmParams<'k, T> {
 impl<'k, T: Half> GemmParams<'k, T> {
     fn declare(p: &Params<'k, GemmCall>, layouts: Layouts, config: GemmConfig) -> Self {
         let GemmConfig { rows, cols, cluster, .. } = config;
+        // All CTAs of a cluster have the same columns of C: each loads its part of B's tile for all of them.
+        let tiles = [tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols / cluster)];
+        Self::declare_in(p, |call| call, tiles)
+    }
+
+    /// The parameters of a product within those of a kernel, with the shapes in which A and B are loaded.
+    fn declare_in<C: 'static>(p: &Params<'k, C>, at: impl Lens<C, GemmCall>, [a, b]: [TileShape; 2]) -> Self {
         GemmParams {
-            a: p.tensor("a", tile::<T>(layouts.a, rows), 3, |call| call.a.clone()),
-            // All CTAs of a cluster have the same columns of C: each loads its part of B's tile for all of them.
-            b: p.tensor("b", tile::<T>(layouts.b, cols / cluster), 3, |call| call.b.clone()),
-            c: p.tensor("c", TileShape::new(T::NUMBER, 64, INNER), 3, |call| call.c.clone()),
-            m_tiles: p.u32("m_tiles", |call| call.m_tiles),
-            n_tiles: p.u32("n_tiles", |call| call.n_tiles),
-            k_steps: p.u32("k_steps", |call| call.k_steps),
-            tiles: p.u32("tiles", |call| call.tiles),
-            m: p.u32("m", |call| call.m),
-            n: p.u32("n", |call| call.n),
-            c_memory: p.pointer("c_memory", |call| call.c_memory),
-            c_row: p.u64("c_row", |call| call.c_strides[0]),
-            c_batch: p.u64("c_batch", |call| call.c_strides[1]),
+            a: p.tensor("a", a, 3, move |call| at(call).a.clone()),
+            b: p.tensor("b", b, 3, move |call| at(call).b.clone()),
+            c: p.tensor("c", TileShape::new(T::NUMBER, 64, INNER), 3, move |call| at(call).c.clone()),
+            m_tiles: p.u32("m_tiles", move |call| at(call).m_tiles),
+            n_tiles: p.u32("n_tiles", move |call| at(call).n_tiles),
+            k_steps: p.u32("k_steps", move |call| at(call).k_steps),
+            tiles: p.u32("tiles", move |call| at(call).tiles),
+            m: p.u32("m", move |call| at(call).m),
+            n: p.u32("n", move |call| at(call).n),
+            c_memory: p.pointer("c_memory", move |call| at(call).c_memory),
+            c_row: p.u64("c_row", move |call| at(call).c_strides[0]),
+            c_batch: p.u64("c_batch", move |call| at(call).c_strides[1]),
         }
     }
 }

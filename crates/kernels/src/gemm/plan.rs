@@ -144,6 +144,18 @@ pub enum GemmError {
         /// Size of the memory in bytes.
         bytes: u64,
     },
+    /// Fewer scales than the elements need.
+    #[error(
+        "`{side}` has scales of {got} bytes, allowed: {want} or more, in blocks of 128 rows by 4 scales; pad and reorder them with `ScaleLayout::Tiles128x4`"
+    )]
+    Scales {
+        /// Matrix in question.
+        side: Side,
+        /// Bytes of the memory.
+        got: u64,
+        /// Bytes of all scales.
+        want: u64,
+    },
     /// More tiles than the kernel can count.
     #[error("the product has {got} tiles, allowed: up to 2^31; split the batch")]
     Tiles {
@@ -204,39 +216,9 @@ impl Gemm {
         same("k", (k, Side::A), (k_of_b, Side::B))?;
         same("batch", (a.batch, Side::A), (b.batch, Side::B))?;
         same("batch", (a.batch, Side::A), (c.batch, Side::C))?;
-        let mut tensors = [self.tensor(&a, Side::A)?, self.tensor(&b, Side::B)?, self.tensor(&c, Side::C)?];
-
-        let GemmConfig { rows, cols, cluster, .. } = self.config;
-        // The CTAs of a cluster take tiles of C above each other.
-        let (m_tiles, n_tiles) = (m.div_ceil(u64::from(rows * cluster)), n.div_ceil(u64::from(cols)));
-        // Each factor is at most 2^31, and the first two are far smaller.
-        let tiles = (m_tiles * n_tiles).saturating_mul(a.batch);
-        if tiles > MOST {
-            return Err(GemmError::Tiles { got: tiles });
-        }
-        let bytes = u64::from(self.number.bytes());
-        let c_strides = [0, 1].map(|axis: usize| tensors[2].strides[axis] / bytes);
-        // The copy engine writes whole units of 16 bytes, even past the last column: describe only whole units to it.
-        let whole = n / u64::from(gemm::UNIT) * u64::from(gemm::UNIT);
-        if whole > 0 {
-            tensors[2].extent[0] = whole;
-        }
-        // One CTA per SM, in whole clusters.
-        let blocks = (tiles as u32).min(multiprocessors / cluster).max(1) * cluster;
-        let [a_tensor, b_tensor, c_tensor] = tensors;
-        let call = GemmCall {
-            a: a_tensor,
-            b: b_tensor,
-            c: c_tensor,
-            m_tiles: m_tiles as u32,
-            n_tiles: n_tiles as u32,
-            k_steps: k.div_ceil(u64::from(gemm::INNER)) as u32,
-            tiles: tiles as u32,
-            m: m as u32,
-            n: n as u32,
-            c_memory: c.span,
-            c_strides,
-        };
+        let tensors = [self.tensor(&a, Side::A)?, self.tensor(&b, Side::B)?, self.tensor(&c, Side::C)?];
+        let k_steps = k.div_ceil(u64::from(gemm::INNER)) as u32;
+        let (call, blocks) = gemm_call(self, tensors, &c, k_steps, multiprocessors)?;
         Ok(bindings().launch(kernel, [blocks, 1, 1], &call))
     }
 
@@ -284,6 +266,48 @@ impl Gemm {
             ragged: None,
         })
     }
+}
+
+/// The call of a product with these operands, and its number of CTAs. `of` tells the type of C and the configuration.
+pub(super) fn gemm_call(
+    of: &Gemm,
+    mut tensors: [TensorSpan; 3],
+    c: &Matrix,
+    k_steps: u32,
+    multiprocessors: u32,
+) -> Result<(GemmCall, u32), GemmError> {
+    let (GemmConfig { rows, cols, cluster, .. }, m, n) = (of.config, c.rows, c.cols);
+    // The CTAs of a cluster take tiles of C above each other.
+    let (m_tiles, n_tiles) = (m.div_ceil(u64::from(rows * cluster)), n.div_ceil(u64::from(cols)));
+    // Each factor is at most 2^31, and the first two are far smaller.
+    let tiles = (m_tiles * n_tiles).saturating_mul(c.batch);
+    if tiles > MOST {
+        return Err(GemmError::Tiles { got: tiles });
+    }
+    let bytes = u64::from(of.number.bytes());
+    let c_strides = [0, 1].map(|axis: usize| tensors[2].strides[axis] / bytes);
+    // The copy engine writes whole units of 16 bytes, even past the last column: describe only whole units to it.
+    let whole = n / u64::from(gemm::UNIT) * u64::from(gemm::UNIT);
+    if whole > 0 {
+        tensors[2].extent[0] = whole;
+    }
+    // One CTA per SM, in whole clusters.
+    let blocks = (tiles as u32).min(multiprocessors / cluster).max(1) * cluster;
+    let [a, b, c_tensor] = tensors;
+    let call = GemmCall {
+        a,
+        b,
+        c: c_tensor,
+        m_tiles: m_tiles as u32,
+        n_tiles: n_tiles as u32,
+        k_steps,
+        tiles: tiles as u32,
+        m: m as u32,
+        n: n as u32,
+        c_memory: c.span,
+        c_strides,
+    };
+    Ok((call, blocks))
 }
 
 /// The bindings of every product. They depend neither on the element type nor on layouts and configuration.

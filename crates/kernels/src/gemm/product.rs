@@ -40,7 +40,7 @@ impl Operator for Product {
         let unit = choose_unit(target, options.unit)?;
         let has_kernel = match unit {
             TensorUnit::Wgmma => true,
-            TensorUnit::Tcgen05 => config.cluster == 1,
+            TensorUnit::Tcgen05 => matches!(config.cluster, 1 | 2),
             // The kernel has one tile configuration, and it is not this type's.
             TensorUnit::MmaSync => config == GemmConfig::default(),
         };
@@ -64,13 +64,14 @@ where
 }
 
 impl ProductPlan {
-    /// Builds the kernel of products with the usual tile configuration. `number` is f16 or bf16.
+    /// Builds the kernel of products with the usual tile configuration in clusters of this size. `number` is f16 or bf16.
     pub(crate) fn usual_kernel(
         target: Target,
         (number, layouts): (Number, Layouts),
-        unit: TensorUnit,
+        (unit, cluster): (TensorUnit, u32),
     ) -> Result<Kernel, BuildError> {
-        ProductPlan { gemm: Gemm { number, layouts, config: GemmConfig::default() }, unit }.kernel(target)
+        let config = GemmConfig { cluster, ..GemmConfig::default() };
+        ProductPlan { gemm: Gemm { number, layouts, config }, unit }.kernel(target)
     }
 
     fn kernel(&self, target: Target) -> Result<Kernel, BuildError> {

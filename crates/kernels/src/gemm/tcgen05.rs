@@ -3,12 +3,15 @@
 //! One warp fills a ring with tiles of A and B, one warp multiplies them into one of two accumulators in tensor memory,
 //! and a warpgroup writes the other accumulator to C meanwhile. Parameters, tile order and launch are those of the Hopper
 //! kernel.
+//!
+//! With clusters of two CTAs, the CTAs are a pair: one product has twice the rows, and each CTA loads and reads half of the
+//! columns of B.
 
 use crate::gemm::{GemmCall, GemmConfig, GemmParams, INNER, Layouts, TileCoord, UNIT, place, tile};
 use crate::params::{Params, Program};
 use fulgurite_ptx::{
-    BuildError, Group, Half, Kernel, Pair, RowAcc, RowView, Scope, Sum, Target, Tile, TileShape, Warpgroups, Warps,
-    Which, Word,
+    BuildError, Builder, CtaPair, Filling, Group, Half, Kernel, Pair, Pipe, RowAcc, RowView, Scope, Sum, Target,
+    TensorTile, Thread, Tile, TileShape, Val, WarpRole, Warpgroups, Warps, Which, Who, Word,
 };
 
 /// Columns of C that the warpgroup holds in registers at a time.
@@ -19,7 +22,6 @@ pub fn kernel<T: Half>(target: Target, layouts: Layouts, config: GemmConfig) -> 
 where
     Pair<T>: Word,
 {
-    let config = GemmConfig { cluster: 1, ..config };
     Ok(Program::build("gemm_tensor", target, |p| build::<T>(p, layouts, config))?.into_kernel())
 }
 
@@ -28,18 +30,74 @@ where
     Pair<T>: Word,
 {
     let k = p.builder();
-    let GemmConfig { rows, cols, depth, .. } = config;
+    let GemmConfig { rows, cols, cluster, .. } = config;
+    k.cluster(cluster);
     let params = GemmParams::<T>::declare(p, layouts, config);
-    let ring = k.pipe("operands", depth, &[tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols)]);
+    // Of a pair, each CTA has half of the columns of B.
+    let stages = Stages::new(k, config, &[tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols / cluster)]);
+    roles(
+        k,
+        &params,
+        config,
+        &stages,
+        |t, stage, [at, own], step| {
+            let inner = step * INNER;
+            stage.load(t, stage.tile(0), &params.a, &place(layouts.a, own.row, inner, at.batch));
+            stage.load(t, stage.tile(1), &params.b, &place(layouts.b, own.col, inner, at.batch));
+        },
+        |w, acc, tiles, onto| {
+            let operands = (tiles[0].operand(layouts.a), tiles[1].operand(layouts.b));
+            w.elected(|t| t.multiply_tensor(acc, operands.0, operands.1, Sum::If(onto)));
+        },
+    );
+}
+
+/// The stages of a kernel's operands, of one CTA or of a pair.
+pub(super) struct Stages<'k> {
+    pub ring: Pipe<'k>,
+    pair: Option<CtaPair<'k>>,
+}
+
+impl<'k> Stages<'k> {
+    /// Stages with one tile of each shape.
+    #[track_caller]
+    pub fn new(k: &'k Builder, config: GemmConfig, tiles: &[TileShape]) -> Self {
+        let pair = (config.cluster > 1).then(|| k.cta_pair());
+        let ring = match pair {
+            None => k.pipe("operands", config.depth, tiles),
+            Some(pair) => pair.pipe("operands", config.depth, tiles),
+        };
+        Stages { ring, pair }
+    }
+}
+
+/// The roles of a product. `load` fills a stage for a step of a tile of C, of which the CTA loads other rows and columns;
+/// `multiply` adds the tiles of a stage to an accumulator, or replaces it.
+pub(super) fn roles<'k, T: Half>(
+    k: &'k Builder,
+    params: &GemmParams<'k, T>,
+    config: GemmConfig,
+    stages: &Stages<'k>,
+    load: impl Fn(&Scope<'k, Thread>, &Filling<'k>, [TileCoord<'k>; 2], Val<'k, u32>),
+    multiply: impl Fn(&Scope<'k, WarpRole>, TensorTile<'k>, &[Tile<'k>], Val<'k, bool>),
+) where
+    Pair<T>: Word,
+{
+    let GemmConfig { rows, cols, cluster, .. } = config;
+    let Stages { ring, pair } = stages;
     let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, PART)));
-    let accumulators = k.tensor_ring("accumulators", 1, 2, cols);
+    let accumulators = match pair {
+        None => k.tensor_ring("accumulators", 1, 2, cols),
+        Some(pair) => pair.tensor_ring("accumulators", 1, 2, cols),
+    };
     let which = Which::Number(0);
 
     k.role("store", Warpgroups(1).registers(168), |w| {
         let barrier = w.group_barrier();
         let part_acc = w.row_accumulators(PART);
-        w.each(w.cta(), params.tiles, w.ctas(), |w, tile| {
-            let at = params.find(config, tile, w.constant(0u32));
+        let ([first, count], rank) = (tiles_of(w, cluster), rank_of(w, cluster));
+        w.each(first, params.tiles, count, |w, tile| {
+            let at = params.find(config, tile, rank);
             let acc = accumulators.await_full(w, which);
             for part in 0..cols / PART {
                 w.load_tensor(&part_acc, acc.part(part, PART));
@@ -56,8 +114,8 @@ where
                 w.publish_shared();
                 w.sync_group(&barrier);
                 let at = TileCoord { col: at.col + part * PART, ..at };
-                store_part(w, &params, staging, at);
-                store_last_columns(w, &params, &part_acc, at);
+                store_part(w, params, staging, at);
+                store_last_columns(w, params, &part_acc, at);
             }
         });
         w.one_thread_of_group(|t| t.wait_stores(0));
@@ -65,35 +123,54 @@ where
 
     k.role("load", Warps(1).registers(72), |w| {
         w.one_thread(|t| {
-            t.each(t.cta(), params.tiles, t.ctas(), |t, tile| {
-                let at = params.find(config, tile, t.constant(0u32));
-                t.each(0, params.k_steps, 1, |t, step| {
-                    let inner = step * INNER;
-                    ring.put(t, |t, stage| {
-                        stage.load(t, stage.tile(0), &params.a, &place(layouts.a, at.row, inner, at.batch));
-                        stage.load(t, stage.tile(1), &params.b, &place(layouts.b, at.col, inner, at.batch));
-                    });
-                });
+            let ([first, count], rank) = (tiles_of(t, cluster), rank_of(t, cluster));
+            t.each(first, params.tiles, count, |t, tile| {
+                let at = params.find(config, tile, rank);
+                let col = if cluster == 1 { at.col } else { rank.mul_add(cols / cluster, at.col) };
+                let own = TileCoord { col, ..at };
+                t.each(0, params.k_steps, 1, |t, step| ring.put(t, |t, stage| load(t, stage, [at, own], step)));
             });
         });
     });
 
     k.role("multiply", Warps(1), |w| {
-        w.each(w.cta(), params.tiles, w.ctas(), |w, _| {
-            let acc = accumulators.await_empty(w, which);
-            w.each(0, params.k_steps, 1, |w, step| {
-                let stage = ring.wait(w);
-                let operands = (stage[0].operand(layouts.a), stage[1].operand(layouts.b));
-                let onto = step.ne(0);
-                w.elected(|t| t.multiply_tensor(acc, operands.0, operands.1, Sum::If(onto)));
-                ring.done_with_products(w);
+        leading(*pair, w, |w| {
+            let [first, count] = tiles_of(w, cluster);
+            w.each(first, params.tiles, count, |w, _| {
+                let acc = accumulators.await_empty(w, which);
+                w.each(0, params.k_steps, 1, |w, step| {
+                    let tiles = ring.wait(w);
+                    multiply(w, acc, &tiles, step.ne(0));
+                    ring.done_with_products(w);
+                });
+                accumulators.filled(w, which);
             });
-            accumulators.filled(w, which);
         });
     });
 
     // `setmaxnreg` changes whole warpgroups.
     k.role("spare", Warps(2), |_| {});
+}
+
+/// The first tile of C of a CTA or of a pair, and the number of those that share the tiles.
+#[track_caller]
+fn tiles_of<'k, W: Who>(w: &Scope<'k, W>, cluster: u32) -> [Val<'k, u32>; 2] {
+    if cluster == 1 { [w.cta(), w.ctas()] } else { [w.cluster(), w.clusters()] }
+}
+
+/// Rank of the CTA in its pair.
+#[track_caller]
+fn rank_of<'k, W: Who>(w: &Scope<'k, W>, cluster: u32) -> Val<'k, u32> {
+    if cluster == 1 { w.constant(0u32) } else { w.cluster_rank() }
+}
+
+/// Runs `f` in the CTA that starts products.
+#[track_caller]
+fn leading<'k>(pair: Option<CtaPair<'k>>, w: &Scope<'k, WarpRole>, f: impl FnOnce(&Scope<'k, WarpRole>)) {
+    match pair {
+        None => f(w),
+        Some(pair) => pair.lead(w, f),
+    }
 }
 
 /// Starts the stores of a staged part of C, by boxes of 64 rows.

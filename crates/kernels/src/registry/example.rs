@@ -19,6 +19,8 @@ pub enum Example {
         layouts: Layouts,
         /// The unit that multiplies.
         unit: TensorUnit,
+        /// Smallest number of CTAs in a cluster.
+        cluster: u32,
     },
     /// A kernel of attention.
     Attention {

@@ -30,6 +30,7 @@ use crate::global_tensor::TensorParam;
 use crate::inst::{Arg, Class, Inst, Op, Reg};
 use crate::kernel::{BoxShape, Kernel, Param, ParamKind, RoleUse, SharedUse, Stmt, Target};
 use crate::table::{convert, mbarrier, memory as rows, sync, warp};
+use crate::tcgen05::CtaGroup;
 use crate::verify;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -48,6 +49,12 @@ pub struct Builder {
     state: RefCell<State>,
     /// Columns of tensor memory in use, the shared-memory offset of their address, and the Rust line that asked first.
     pub(crate) tensor: Cell<Option<(u32, u32, &'static Location<'static>)>>,
+    /// What the columns are for, and how many each takes.
+    pub(crate) tensor_uses: RefCell<Vec<(String, u32)>>,
+    /// The CTAs that own the kernel's tensor memory, and the Rust line that decided it.
+    pub(crate) tensor_owner: Cell<Option<(CtaGroup, &'static Location<'static>)>>,
+    /// The offset of the mbarrier of a pair's handshake before it frees tensor memory.
+    pub(crate) handshake: Cell<Option<u32>>,
 }
 
 #[derive(Default)]
@@ -123,6 +130,9 @@ impl Kernel {
             place: Cell::new(None),
             state: RefCell::new(State { blocks: vec![Vec::new()], barriers: 1, ..State::default() }),
             tensor: Cell::new(None),
+            tensor_uses: RefCell::default(),
+            tensor_owner: Cell::new(None),
+            handshake: Cell::new(None),
         };
         f(&k);
         k.finish()
@@ -456,9 +466,17 @@ impl Builder {
             };
             state.mbarriers.iter().map(|bar| (bar.offset, count(bar.count), bar.at)).collect()
         };
-        self.start_tensor_memory();
+        let pair = self.tensor_group() == CtaGroup::Pair;
+        if !pair {
+            self.start_tensor_memory();
+        }
         if let Some(&(_, _, at)) = inits.first() {
             self.placed(at, || self.start_these(&inits));
+        }
+        // A pair allocates after the barrier of the cluster, when both CTAs are known to run.
+        if pair {
+            self.start_tensor_memory();
+            self.end_of_allocation();
         }
     }
 

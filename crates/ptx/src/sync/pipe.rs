@@ -4,12 +4,14 @@
 //! it. Each role's cursor (stage and parity) lives in registers that only this module handles.
 
 use crate::build::{Builder, Count, Group, GroupBarrier, Pointer, Scope, Thread, Val, Var, WarpRole, Who, WholeWarps};
-use crate::global_tensor::Tensor;
+use crate::global_tensor::{Receivers, Tensor};
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
 use crate::product::{Swizzle, TileShape};
+use crate::sync::cta_pair::{commit, leads, of_leader};
 use crate::sync::stage::stage_layout;
-use crate::table::{bytes, mbarrier, memory, tcgen05};
+use crate::table::{bytes, mbarrier, memory};
+use crate::tcgen05::CtaGroup;
 use crate::tile::Tile;
 use std::panic::Location;
 
@@ -25,6 +27,8 @@ pub(crate) struct Ring<'k> {
     empty: u32,
     /// CTAs of the cluster that fill each other's stages.
     blocks: u32,
+    /// CTAs whose stages the same products empty. A pair signals its full stages to the leader.
+    group: CtaGroup,
 }
 
 /// A role's position in a ring: stage and parity.
@@ -42,7 +46,7 @@ impl<'k> Ring<'k> {
         let id = k.new_pipe(name, blocks);
         let full = k.mbarriers(&format!("{name}.full"), depth, arrivals);
         let empty = k.mbarriers(&format!("{name}.empty"), depth, Count::Readers(id));
-        Ring { k, id, leader: None, depth, full, empty, blocks }
+        Ring { k, id, leader: None, depth, full, empty, blocks, group: CtaGroup::Single }
     }
 
     #[track_caller]
@@ -121,10 +125,8 @@ impl<'k> Ring<'k> {
         self.k.pipe_emptied(self.id);
         let cursor = self.cursor(side);
         let empty = self.barrier(self.empty, cursor[0].now());
-        let at = Location::caller();
-        w.elected(|t| {
-            t.k.placed(at, || t.k.emit(&tcgen05::COMMIT, [Arg::Address(Base::Reg(empty.in_register()), 0)]));
-        });
+        let (at, both) = (Location::caller(), self.group == CtaGroup::Pair);
+        w.elected(|t| t.k.placed(at, || commit(t.k, empty, both)));
         self.advance(cursor);
     }
 
@@ -199,6 +201,13 @@ impl Builder {
         self.pipe_of(name, [depth, self.cluster_blocks()], tiles, numbers)
     }
 
+    /// A ring whose tiles the products of a pair of CTAs read in both.
+    #[track_caller]
+    pub(crate) fn pipe_of_pair(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
+        let pipe = self.pipe(name, depth, tiles);
+        Pipe { ring: Ring { group: CtaGroup::Pair, ..pipe.ring }, ..pipe }
+    }
+
     #[track_caller]
     fn pipe_of(&self, name: &str, [depth, blocks]: [u32; 2], tiles: &[TileShape], numbers: u32) -> Pipe<'_> {
         if !numbers.is_multiple_of(4) {
@@ -237,6 +246,7 @@ pub struct Filling<'k> {
     numbers: (Val<'k, u32>, u32),
     full: Val<'k, u32>,
     blocks: u32,
+    group: CtaGroup,
 }
 
 impl<'k> Filling<'k> {
@@ -247,7 +257,8 @@ impl<'k> Filling<'k> {
     /// Starts loading the tile at coordinates `at` of a tensor into a tile of the stage, or into a part of one.
     #[track_caller]
     pub fn load(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
-        from.load(t, at, to, self.full, None);
+        let receivers = if self.group == CtaGroup::Pair { Receivers::Pair } else { Receivers::Own };
+        from.load(t, at, to, self.full, receivers);
     }
     /// Starts loading the stage's row of numbers from an array whose address is a multiple of 16 bytes.
     #[track_caller]
@@ -262,8 +273,14 @@ impl<'k> Filling<'k> {
     /// everything.
     #[track_caller]
     pub fn load_for_all(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
-        let all = (self.blocks > 1).then_some(((1u32 << self.blocks) - 1) as u16);
-        from.load(t, at, to, self.full, all);
+        if self.group == CtaGroup::Pair {
+            t.k.refuse("a load for all CTAs into a ring of a pair, allowed: each CTA loads its own tiles".into());
+        }
+        let receivers = match self.blocks {
+            1 => Receivers::Own,
+            blocks => Receivers::All(((1u32 << blocks) - 1) as u16),
+        };
+        from.load(t, at, to, self.full, receivers);
     }
 }
 
@@ -353,10 +370,22 @@ impl<'k> Pipe<'k> {
             ring.k.emit(&memory::ST_SHARED_32, [place, Arg::List([tag].into()), Arg::Word("")]);
         }
         let full = ring.barrier(ring.full, cursor[0].now());
-        let place = Arg::Address(Base::Reg(full.in_register()), 0);
-        ring.k.emit(&mbarrier::ARRIVE_EXPECT, [place, Arg::Imm(self.bytes().into())]);
+        let bytes = Arg::Imm(u64::from(ring.group.ctas() * self.bytes()));
+        let expect = || ring.k.emit(&mbarrier::ARRIVE_EXPECT, [Arg::Address(Base::Reg(full.in_register()), 0), bytes]);
+        let full = ring.k.placed(Location::caller(), || match ring.group {
+            CtaGroup::Single => {
+                expect();
+                full
+            }
+            // The leader alone expects bytes: those of both CTAs.
+            CtaGroup::Pair => {
+                t.when(leads(t), |_| expect());
+                of_leader(full)
+            }
+        });
         let numbers = (self.row(cursor[0].now(), t.constant(0)), self.numbers.0);
-        f(t, &Filling { tiles: self.stage(cursor[0].now()), numbers, full, blocks: ring.blocks });
+        let (blocks, group) = (ring.blocks, ring.group);
+        f(t, &Filling { tiles: self.stage(cursor[0].now()), numbers, full, blocks, group });
         ring.advance(cursor);
     }
 
@@ -366,7 +395,7 @@ impl<'k> Pipe<'k> {
     pub fn fill(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, f: impl FnOnce(&Scope<'k, Group>, &[Tile<'k>])) {
         let (ring, at) = (&self.ring, Location::caller());
         let warps = ring.k.role_warps().1;
-        if warps != 4 || ring.blocks > 1 {
+        if warps != 4 || ring.blocks > 1 || ring.group == CtaGroup::Pair {
             let blocks = ring.blocks;
             ring.k
                 .refuse(format!("{warps} warps fill a ring of {blocks} blocks, allowed: one warpgroup and one block"));
@@ -411,6 +440,12 @@ impl<'k> Pipe<'k> {
     pub fn beside<W: WholeWarps>(&self, _: &Scope<'k, W>, first: Tile<'k>) -> Tile<'k> {
         let [stage, _] = self.ring.cursor("take");
         if self.ring.depth == 1 { first } else { first.nth(stage.now()) }
+    }
+
+    /// Index of the stage that was waited for last, for what is kept beside the ring.
+    #[track_caller]
+    pub fn stage_index<W: WholeWarps>(&self, w: &Scope<'k, W>) -> Val<'k, u32> {
+        if self.ring.depth == 1 { w.constant(0u32) } else { self.ring.cursor("take")[0].now() }
     }
 
     /// Advances to the next stage, but keeps the current one until [`release_previous`](Self::release_previous).

@@ -2,8 +2,10 @@
 
 use crate::build::{Builder, Group, Scope, Val, Var, WarpRole, WholeWarps};
 use crate::inst::{Arg, Base};
+use crate::sync::cta_pair::{commit, of_leader};
 use crate::sync::pipe::wait_phase;
 use crate::table::{mbarrier, tcgen05};
+use crate::tcgen05::CtaGroup;
 use crate::tensor_memory::TensorTile;
 use std::panic::Location;
 
@@ -37,7 +39,20 @@ impl Builder {
     /// `rings` rings of `depth` tiles of accumulators with 128 rows and `cols` columns.
     #[track_caller]
     pub fn tensor_ring(&self, name: &str, rings: u32, depth: u32, cols: u32) -> TensorRing<'_> {
-        let first = self.tensor_accumulators(rings * depth, cols);
+        self.tensor_ring_of(name, rings, depth, cols, CtaGroup::Single)
+    }
+
+    /// Rings of tiles of single CTAs or of a pair.
+    #[track_caller]
+    pub(crate) fn tensor_ring_of(
+        &self,
+        name: &str,
+        rings: u32,
+        depth: u32,
+        cols: u32,
+        group: CtaGroup,
+    ) -> TensorRing<'_> {
+        let first = self.accumulators_of(name, rings * depth, cols, group);
         let ids = (0..rings).map(|_| {
             let id = self.new_pipe(name, 1);
             self.pipe_filled(id);
@@ -45,7 +60,9 @@ impl Builder {
         });
         let ids = ids.collect();
         let full = self.mbarriers(&format!("{name}.full"), rings * depth, crate::build::Count::Fixed(1));
-        let empty = self.mbarriers(&format!("{name}.empty"), rings * depth, crate::build::Count::Fixed(WARPS));
+        // The warps of both CTAs of a pair answer to the leader.
+        let answers = crate::build::Count::Fixed(group.ctas() * WARPS);
+        let empty = self.mbarriers(&format!("{name}.empty"), rings * depth, answers);
         TensorRing { k: self, ids, depth, full, empty, first }
     }
 }
@@ -119,7 +136,7 @@ impl<'k> TensorRing<'k> {
         let (cursor, at) = (self.cursor(which, "put"), Location::caller());
         let full = self.barrier(self.full, which, cursor[0].now());
         w.elected(|t| {
-            t.k.placed(at, || t.k.emit(&tcgen05::COMMIT, [Arg::Address(Base::Reg(full.in_register()), 0)]));
+            t.k.placed(at, || commit(t.k, full, self.first.group() == CtaGroup::Pair));
         });
         self.advance(cursor);
     }
@@ -168,8 +185,12 @@ impl<'k> TensorRing<'k> {
         let empty = self.barrier(self.empty, which, cursor[0].now());
         let (lane, at) = (w.lane(), Location::caller());
         self.k.placed(at, || {
+            let (empty, arrive) = match self.first.group() {
+                CtaGroup::Single => (empty, &mbarrier::ARRIVE),
+                CtaGroup::Pair => (of_leader(empty), &mbarrier::ARRIVE_PEER),
+            };
             w.when(lane.lt(1), |w| {
-                w.k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(empty.in_register()), 0)]);
+                w.k.emit(arrive, [Arg::Address(Base::Reg(empty.in_register()), 0)]);
             });
         });
         self.advance(cursor);

@@ -4,6 +4,7 @@ use super::any;
 use crate::inst::Class::{B16, B32, B64};
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, args, at, reg, word};
 use crate::machine::{Done, Machine, MemoryAddress, Queue, Reduction, Transfer, address, lanes, value};
+use crate::tcgen05::CtaGroup;
 
 const SOURCE: &str = "PTX ISA, data movement and conversion instructions, asynchronous copy";
 const RANKS: &[&str] = &["1d", "2d", "3d", "4d", "5d"];
@@ -43,7 +44,7 @@ fn coordinates(m: &mut dyn Machine, lane: u32, op: &Op, i: usize) -> Vec<i32> {
     op.list(i).iter().map(|&reg| m.get(lane, reg) as u32 as i32).collect()
 }
 
-fn load_box(m: &mut dyn Machine, op: &Op, mask: Option<usize>) {
+fn load_box(m: &mut dyn Machine, op: &Op, mask: Option<usize>, group: CtaGroup) {
     for lane in lanes(m.active()) {
         let what = Transfer::Box {
             tile: place(m, lane, op, 0, Space::Cluster),
@@ -52,6 +53,7 @@ fn load_box(m: &mut dyn Machine, op: &Op, mask: Option<usize>) {
             inward: true,
             reduce: None,
             multicast: mask.map(|i| value(m, lane, op, i) as u16),
+            group,
             done: Done::Mbarrier(place(m, lane, op, 3, Space::Cluster)),
         };
         m.transfer(lane, what);
@@ -66,7 +68,20 @@ pub static LOAD_BOX: Inst = Inst {
         "cp.async.bulk.tensor.{rank}.shared::cluster.global.tile.mbarrier::complete_tx::bytes {tile}, [{map}, {at}], {bar};",
         &[at("tile", Space::Cluster), reg("map", B64), args("at", B32), at("bar", Space::Cluster), word("rank", RANKS)],
         Needs::HOPPER,
-        |m, op| load_box(m, op, None),
+        |m, op| load_box(m, op, None, CtaGroup::Single),
+    )
+};
+
+/// Copies a box of a tensor to shared memory of a CTA; an mbarrier of that CTA or of the other one of its pair counts
+/// its bytes.
+pub static LOAD_BOX_PAIR: Inst = Inst {
+    allowed: |op| op.counts(2, 4),
+    ..start(
+        "cp.async.bulk.tensor.load.pair",
+        "cp.async.bulk.tensor.{rank}.cta_group::2.shared::cluster.global.tile.mbarrier::complete_tx::bytes {tile}, [{map}, {at}], {bar};",
+        &[at("tile", Space::Cluster), reg("map", B64), args("at", B32), at("bar", Space::Cluster), word("rank", RANKS)],
+        Needs::TCGEN05,
+        |m, op| load_box(m, op, None, CtaGroup::Pair),
     )
 };
 
@@ -85,7 +100,7 @@ pub static LOAD_BOX_HINT: Inst = Inst {
             arg("policy", B64),
         ],
         Needs::HOPPER,
-        |m, op| load_box(m, op, None),
+        |m, op| load_box(m, op, None, CtaGroup::Single),
     )
 };
 
@@ -105,7 +120,7 @@ pub static LOAD_BOX_MULTICAST: Inst = Inst {
             word("rank", RANKS),
         ],
         Needs::DATA_CENTER,
-        |m, op| load_box(m, op, Some(4)),
+        |m, op| load_box(m, op, Some(4), CtaGroup::Single),
     )
 };
 
@@ -125,7 +140,7 @@ pub static LOAD_BOX_MULTICAST_HINT: Inst = Inst {
             arg("policy", B64),
         ],
         Needs::DATA_CENTER,
-        |m, op| load_box(m, op, Some(4)),
+        |m, op| load_box(m, op, Some(4), CtaGroup::Single),
     )
 };
 
@@ -138,6 +153,7 @@ fn store_box(m: &mut dyn Machine, op: &Op, reduce: Option<Reduction>) {
             inward: false,
             reduce,
             multicast: None,
+            group: CtaGroup::Single,
             done: Done::Group(Queue::Bulk),
         };
         m.transfer(lane, what);
@@ -221,6 +237,7 @@ pub static PREFETCH_BOX: Inst = Inst {
 /// All rows of this family.
 pub static ROWS: &[&Inst] = &[
     &LOAD_BOX,
+    &LOAD_BOX_PAIR,
     &LOAD_BOX_HINT,
     &LOAD_BOX_MULTICAST,
     &LOAD_BOX_MULTICAST_HINT,

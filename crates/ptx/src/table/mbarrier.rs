@@ -77,6 +77,17 @@ pub static ARRIVE_CLUSTER: Inst = signal(
     |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, Order::Release(Scope::Cluster))),
 );
 
+/// Arrives once at an mbarrier of any CTA of the cluster, and releases memory to threads of the own CTA alone. For an
+/// arrival that orders accesses to tensor memory, which no thread of the other CTA makes: a release for the cluster would
+/// wait for all stores of the thread.
+pub static ARRIVE_PEER: Inst = signal(
+    "mbarrier.arrive.peer",
+    "mbarrier.arrive.shared::cluster.b64 _, {bar};",
+    &[at("bar", Space::Cluster)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, BLOCK)),
+);
+
 /// Arrives once at an mbarrier of any CTA of the cluster, with relaxed order. For a stage that only products read,
 /// after a wait for those products.
 pub static ARRIVE_CLUSTER_RELAXED: Inst = signal(
@@ -259,6 +270,7 @@ pub static ROWS: &[&Inst] = &[
     &ARRIVE,
     &ARRIVE_COUNT,
     &ARRIVE_CLUSTER,
+    &ARRIVE_PEER,
     &ARRIVE_CLUSTER_RELAXED,
     &ARRIVE_RELAXED,
     &ARRIVE_CLUSTER_COUNT,

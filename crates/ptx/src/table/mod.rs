@@ -13,12 +13,12 @@
 //!
 //! # What Blackwell will bring
 //!
-//! [`tcgen05`] has products of 16-bit elements by one CTA. Still to come, within the same design:
+//! Still to come, within the same design:
 //!
 //! - `f32x2` arithmetic, three-input `max`, 256-bit loads: ordinary rows, with registers of class
 //!   [`B64`](crate::inst::Class::B64) for pairs of floats, words `.v8` for vectors, and `needs` of sm_100. The rows of
 //!   Hopper stay: a kernel chooses by its target, and the verifier rejects instructions that a target lacks.
-//! - `tcgen05` of CTA pairs, of other element types and of block scales; `cp` and `shift`.
+//! - Of [`tcgen05`]: sparse products, `shift`, copies other than those of scales, 4-bit floats without scales or with powers of two.
 //! - `clusterlaunchcontrol`: a transfer of 16 bytes that completes on an mbarrier.
 
 pub mod atomic;

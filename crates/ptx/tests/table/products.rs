@@ -26,6 +26,7 @@ fn encode(x: f64, number: Number) -> u32 {
         Number::S8 => (x as i8 as u8).into(),
         Number::U8 => (x as u8).into(),
         Number::S32 => x as i32 as u32,
+        Number::E2m1x2 => panic!("warps and warpgroups multiply no 4-bit floats"),
     }
 }
 

@@ -7,7 +7,7 @@ use fulgurite_ptx::inst::{Arg, Base, Class, Effect, Inst, Reg, Space};
 use fulgurite_ptx::machine::{Done, Machine, MemoryAddress, Queue, Reduction, Transfer};
 use fulgurite_ptx::product::{Left, Major};
 use fulgurite_ptx::table::{self, bulk, bytes, tcgen05, tensor};
-use fulgurite_ptx::tcgen05::{Side, TensorAction, TensorLeft, TensorProduct};
+use fulgurite_ptx::tcgen05::{CtaGroup, ProductKind, Side, TensorAction, TensorLeft, TensorProduct};
 
 const TILE: u64 = SHARED as u64 + 1024;
 const BAR: u64 = SHARED as u64 + 8;
@@ -30,19 +30,22 @@ fn coordinates(all: &[i32]) -> Given {
 #[test]
 fn boxes_of_tensors() {
     let policy = same(99);
-    let load = |multicast| Transfer::Box {
+    let load_of = |multicast, group| Transfer::Box {
         map: MAP,
         coordinates: vec![64, -8, 3],
         tile: place(Space::Cluster, TILE),
         inward: true,
         reduce: None,
         multicast,
+        group,
         done: Done::Mbarrier(place(Space::Cluster, BAR)),
     };
+    let load = |multicast| load_of(multicast, CtaGroup::Single);
     let given = [at(TILE), same(MAP), coordinates(&[64, -8, 3]), at(BAR)];
     let with = |rest: &[Given]| [&given[..], rest].concat();
     let (rank, mask) = (Given::Word("3d"), same(0b1011));
     assert_eq!(started(&bulk::LOAD_BOX, &with(std::slice::from_ref(&rank))), load(None));
+    assert_eq!(started(&bulk::LOAD_BOX_PAIR, &with(std::slice::from_ref(&rank))), load_of(None, CtaGroup::Pair));
     assert_eq!(started(&bulk::LOAD_BOX_HINT, &with(&[rank.clone(), policy.clone()])), load(None));
     assert_eq!(started(&bulk::LOAD_BOX_MULTICAST, &with(&[mask.clone(), rank.clone()])), load(Some(0b1011)));
     let all = with(&[mask, rank, policy.clone()]);
@@ -55,6 +58,7 @@ fn boxes_of_tensors() {
         inward: false,
         reduce,
         multicast: None,
+        group: CtaGroup::Single,
         done: Done::Group(Queue::Bulk),
     };
     let given = [same(MAP), coordinates(&[0, 5]), at(TILE), Given::Word("2d")];
@@ -136,22 +140,45 @@ fn tensor_memory() {
     warp.active = 1 << 7;
     let n = Given::Number;
     let bar = place(Space::Cluster, BAR);
-    execute(&mut warp, &tcgen05::ALLOC, &[at(TILE), n(64)]);
-    execute(&mut warp, &tcgen05::RELINQUISH, &[]);
-    execute(&mut warp, &tcgen05::MMA_SS, &[at(0x40), same(11), same(22), same(33), same(0)]);
-    execute(&mut warp, &tcgen05::MMA_TS, &[at(0x40), at(0x20), same(22), same(33), same(1)]);
-    execute(&mut warp, &tcgen05::COMMIT, &[at(BAR)]);
+    let [one, two] = ["1", "2"].map(Given::Word);
+    let (single, pair) = (CtaGroup::Single, CtaGroup::Pair);
+    execute(&mut warp, &tcgen05::ALLOC, &[at(TILE), n(64), one.clone()]);
+    execute(&mut warp, &tcgen05::RELINQUISH, std::slice::from_ref(&two));
+    let product = [same(22), same(33)];
+    let with = |first: &[Given], rest: &[Given]| [first, &product, rest].concat();
+    let [shared, memory] = [[at(0x40), same(11)], [at(0x40), at(0x20)]];
+    let kind = |kind: ProductKind| Given::Word(kind.word());
+    execute(&mut warp, &tcgen05::MMA_SS, &with(&shared, &[same(0), one.clone(), kind(ProductKind::F16)]));
+    execute(&mut warp, &tcgen05::MMA_TS, &with(&memory, &[same(1), two.clone(), kind(ProductKind::Tf32)]));
+    execute(&mut warp, &tcgen05::MMA_I8_SS, &with(&shared, &[same(1), one.clone()]));
+    execute(&mut warp, &tcgen05::MMA_I8_TS, &with(&memory, &[same(1), one.clone()]));
+    let scaled = |kind| [at(0x80), at(0x90), same(1), one.clone(), Given::Word(kind)];
+    let [mx, nv] = [ProductKind::Mxf8f6f4, ProductKind::Nvf4];
+    execute(&mut warp, &tcgen05::MMA_SCALED_SS, &with(&shared, &scaled(mx.word())));
+    execute(&mut warp, &tcgen05::MMA_SCALED_TS, &with(&memory, &scaled(nv.word())));
+    execute(&mut warp, &tcgen05::COPY_SCALES, &[at(0x80), same(44), two.clone()]);
+    execute(&mut warp, &tcgen05::COMMIT, &[at(BAR), one]);
+    execute(&mut warp, &tcgen05::COMMIT_MULTICAST, &[at(BAR), same(3), two.clone()]);
     execute(&mut warp, &tcgen05::FENCE, &[Given::Word("after")]);
-    execute(&mut warp, &tcgen05::DEALLOC, &[same(0x40), n(64)]);
-    let product = |a, onto| TensorAction::Multiply(TensorProduct { d: 0x40, a, b: 22, shape: 33, onto });
+    execute(&mut warp, &tcgen05::DEALLOC, &[same(0x40), n(64), two]);
+    let product = |a, onto, group, kind, scales| {
+        TensorAction::Multiply(TensorProduct { d: 0x40, a, b: 22, shape: 33, kind, scales, onto, group })
+    };
+    let (shared, memory, scales) = (TensorLeft::Tile(11), TensorLeft::Memory(0x20), Some([0x80, 0x90]));
     let want = [
-        TensorAction::Allocate { to: place(Space::Shared, TILE), columns: 64 },
-        TensorAction::Relinquish,
-        product(TensorLeft::Tile(11), false),
-        product(TensorLeft::Memory(0x20), true),
-        TensorAction::Commit(bar),
+        TensorAction::Allocate { to: place(Space::Shared, TILE), columns: 64, group: single },
+        TensorAction::Relinquish(pair),
+        product(shared, false, single, ProductKind::F16, None),
+        product(memory, true, pair, ProductKind::Tf32, None),
+        product(shared, true, single, ProductKind::I8, None),
+        product(memory, true, single, ProductKind::I8, None),
+        product(shared, true, single, mx, scales),
+        product(memory, true, single, nv, scales),
+        TensorAction::CopyScales { to: 0x80, from: 44, group: pair },
+        TensorAction::Commit { bar, multicast: None, group: single },
+        TensorAction::Commit { bar, multicast: Some(3), group: pair },
         TensorAction::Fence(Side::After),
-        TensorAction::Free { address: 0x40, columns: 64 },
+        TensorAction::Free { address: 0x40, columns: 64, group: pair },
     ];
     assert_eq!(warp.actions, want.map(|action| (7, action)));
 }

@@ -132,6 +132,20 @@ pub fn replace(kernel: Kernel, row: &str, n: usize, by: &str, operands: usize) -
     })
 }
 
+/// With operand `i` of the first use of a row in all uses.
+pub fn repeat(mut kernel: Kernel, row: &str, i: usize) -> Kernel {
+    let first = find(&kernel, row, 0).args[i].clone();
+    each_mut(&mut kernel.body, &mut |stmt| {
+        if let Stmt::Op(op) = stmt
+            && op.inst.name == row
+        {
+            op.args[i] = first.clone();
+        }
+        Fate::Keep
+    });
+    kernel
+}
+
 /// The `n`-th use of a row.
 pub fn find<'a>(kernel: &'a Kernel, row: &str, n: usize) -> &'a Op {
     let mut all = Vec::new();
@@ -241,5 +255,82 @@ pub fn only_one_lane(mut kernel: Kernel, row: &str, n: usize) -> Kernel {
     }
     let mut left = n;
     walk(&mut kernel.body, row, &mut left, elected, &elect);
+    kernel
+}
+
+/// Predicates that tell whether the CTA leads its pair.
+fn leads(kernel: &Kernel) -> Vec<Reg> {
+    let (mut ranks, mut leads) = (Vec::new(), Vec::new());
+    kernel.each_op(&mut |op| {
+        let reads = |regs: &[Reg]| op.reads().any(|reg| regs.contains(&reg));
+        if op.inst.name == "mov.special.cluster" && op.word(1) == "%cluster_ctarank" {
+            ranks.extend(op.writes());
+        } else if op.inst.name == "setp" && reads(&ranks) {
+            leads.extend(op.writes());
+        }
+    });
+    leads
+}
+
+/// What both CTAs of a pair do in the original, done by the leader alone: the `n`-th use of a row, which follows something in
+/// the same block that only the leader does.
+pub fn guarded(mut kernel: Kernel, row: &str, n: usize) -> Kernel {
+    fn walk(block: &mut [Stmt], row: &str, left: &mut usize, leads: &[Reg]) -> bool {
+        let own = |stmt: &Stmt| match stmt {
+            Stmt::If { cond, .. } if leads.contains(cond) => Some(*cond),
+            _ => None,
+        };
+        let cond = block.iter().find_map(own);
+        block.iter_mut().any(|stmt| match stmt {
+            Stmt::Op(op) if op.inst.name == row => {
+                *left = left.wrapping_sub(1);
+                let found = *left == usize::MAX;
+                if let (true, Some(cond)) = (found, cond) {
+                    let (at, then) = (op.at, vec![Stmt::Op(op.clone())]);
+                    *stmt = Stmt::If { cond, then, otherwise: Vec::new(), cold: false, at };
+                }
+                found && cond.is_some()
+            }
+            Stmt::If { then, otherwise, .. } => walk(then, row, left, leads) || walk(otherwise, row, left, leads),
+            Stmt::Loop { body, .. } => walk(body, row, left, leads),
+            _ => false,
+        })
+    }
+    let (mut left, leads) = (n, leads(&kernel));
+    assert!(walk(&mut kernel.body, row, &mut left, &leads), "{} has no {row} beside what leaders do", kernel.name);
+    kernel
+}
+
+/// What the leader of a pair alone does in the original, done by both CTAs: the branch on the CTA's rank around the first
+/// use of a row is gone.
+pub fn unguarded(mut kernel: Kernel, row: &str) -> Kernel {
+    let leads = leads(&kernel);
+    fn has(block: &[Stmt], row: &str) -> bool {
+        block.iter().any(|stmt| match stmt {
+            Stmt::Op(op) => op.inst.name == row,
+            Stmt::If { then, otherwise, .. } => has(then, row) || has(otherwise, row),
+            Stmt::Loop { body, .. } => has(body, row),
+            Stmt::Break { .. } => false,
+        })
+    }
+    fn walk(block: &mut Vec<Stmt>, row: &str, leads: &[Reg]) -> bool {
+        for i in 0..block.len() {
+            let found = match &mut block[i] {
+                Stmt::If { cond, then, .. } if leads.contains(cond) && has(then, row) => {
+                    let then = std::mem::take(then);
+                    block.splice(i..=i, then);
+                    true
+                }
+                Stmt::If { then, otherwise, .. } => walk(then, row, leads) || walk(otherwise, row, leads),
+                Stmt::Loop { body, .. } => walk(body, row, leads),
+                _ => false,
+            };
+            if found {
+                return true;
+            }
+        }
+        false
+    }
+    assert!(walk(&mut kernel.body, row, &leads), "{} has no {row} of the leader alone", kernel.name);
     kernel
 }
