@@ -21,3 +21,4 @@ mod sync_attention;
 mod sync_backward;
 mod tcgen05;
 mod tensor_attention;
+mod tensor_sums;
