@@ -15,6 +15,7 @@
 //! and from the problem's sizes ([`plan`]), and decides which services the main kernel has.
 
 pub mod config;
+mod cursor;
 pub mod d_q;
 mod features;
 pub mod finish;
