@@ -21,4 +21,5 @@ mod sync_attention;
 mod sync_backward;
 mod tcgen05;
 mod tensor_attention;
+mod tensor_backward;
 mod tensor_sums;
