@@ -139,6 +139,7 @@ pub fn explain_backward(
             "warpgroups share the columns of d_k, d_v and d_q, because whole rows need more registers than one \
                            warpgroup has"
         }
+        Share::Tensor => "d_k, d_v and d_q are in tensor memory; warpgroups share the queries of a step",
         Share::Warps32 | Share::Warps16 => "eight warps share the keys of a tile and the columns of d_k, d_v and d_q",
         Share::Pairs => {
             "warpgroups share the columns of d_k and d_v, and a pair of CTAs those of d_q, over the keys of both, which \

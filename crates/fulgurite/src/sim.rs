@@ -352,7 +352,10 @@ fn prepare<'a>(device: &'a dyn Device, name: &str, sizes: &Sizes, seed: u64) -> 
         Example::Product { number, layouts, unit, cluster } => maker.gemm(number, layouts, (unit, cluster)),
         Example::Attention {
             problem,
-            part: AttentionPart::Backward { launch } | AttentionPart::BackwardSync { launch },
+            part:
+                AttentionPart::Backward { launch }
+                | AttentionPart::BackwardSync { launch }
+                | AttentionPart::BackwardTensor { launch },
         } => maker.backward(problem, launch, example.unit()),
         Example::Attention { problem, part } => maker.forward(problem, part, example.unit()),
     }?;

@@ -337,17 +337,20 @@ impl Operator for Backward {
             match choose_unit(target, options.unit)? {
                 TensorUnit::Wgmma => BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?
                     .with_results(problem, &tables.backward, options.results)?,
-                TensorUnit::Tcgen05 if options.unit.is_some() => {
-                    return Err(NoKernel { feature: "gradients by tcgen05".into() }.into());
+                unit if options.results != ResultType::Input => {
+                    let unit = if options.unit.is_some() { unit } else { TensorUnit::MmaSync };
+                    return Err(NoKernel { feature: format!("f32 gradients by {unit}") }.into());
                 }
-                _ if options.results != ResultType::Input => {
-                    return Err(NoKernel { feature: "f32 gradients by mma.sync".into() }.into());
-                }
-                _ => BackwardPlan::mma_sync(problem, pass, target.arch)?,
+                TensorUnit::Tcgen05 => match BackwardPlan::tcgen05(problem, pass, target.arch) {
+                    Err(_) if options.unit.is_none() => BackwardPlan::mma_sync(problem, pass, target.arch)?,
+                    plan => plan?,
+                },
+                TensorUnit::MmaSync => BackwardPlan::mma_sync(problem, pass, target.arch)?,
             };
         let Some(config) = options.config else { return Ok(plan) };
         plan.check_unit(&config)?;
-        if plan.check_steps(&config).is_err() && plan.expression_blocks().is_some() {
+        let optional = plan.expression_blocks().is_some() && config.share.unit() == TensorUnit::Wgmma;
+        if plan.check_steps(&config).is_err() && optional {
             // Blocks that only an expression decides are optional: without them any steps will do.
             let plan = BackwardPlan::of_any_steps(problem, pass, &tables.backward, target.arch)?
                 .with_results(problem, &tables.backward, options.results)?

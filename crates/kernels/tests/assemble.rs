@@ -8,7 +8,7 @@ use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
 use fulgurite_kernels::attention::forward::plan::{Added, ConfigTable, ForwardPlan, ResultType};
 use fulgurite_kernels::{probe, registry};
 use fulgurite_ptx::assemble::{Assembler, Hints};
-use fulgurite_ptx::{Arch, Kernel, Target, bf16, f16};
+use fulgurite_ptx::{Arch, Kernel, Target, TensorUnit, bf16, f16};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -58,6 +58,21 @@ fn products_into_tensor_memory_assemble() {
             assert!(report.verdict().is_ok(), "{arch}, {}: {:?}", entry.name, report.verdict());
         }
     }
+}
+
+/// Gradients by `tcgen05` assemble for data-centre Blackwell within the registers of their roles.
+#[test]
+fn gradients_by_tensor_memory_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for arch in Arch::ALL.into_iter().filter(|arch| arch.tensor == TensorUnit::Tcgen05) {
+        for entry in registry::all().iter().filter(|entry| entry.name.starts_with("backward-tensor-")) {
+            let report = assembler.assemble(&(entry.build)(Target::new(arch)).unwrap()).unwrap();
+            println!("{arch} {}: {} registers", entry.name, report.registers);
+            wrong.extend(report.verdict().err().map(|faults| format!("{arch}, {}: {faults:.300?}", entry.name)));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 /// What is wrong with a kernel. Problems share many of their kernels, and the assembler is what these tests wait for: it
@@ -207,6 +222,41 @@ fn gradients_by_single_warps_assemble() {
             };
             let kernels = plan.kernels(Target::new(arch)).unwrap();
             let what = |faults| format!("{arch}, {d}, {:?}, {:?}: {faults}", problem.layout(), problem.mask());
+            wrong.extend(kernels.all().filter_map(|kernel| faults(&assembler, kernel)).map(what));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Gradients by `tcgen05` that are not registered: ragged, modified, with gradients of biases, and at odd head dimensions.
+#[test]
+fn more_gradients_by_tensor_memory_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let (target, long) = (Target::new(Arch::SM_100A), std::env::var_os("FULGURITE_LONG").is_some());
+    let dims = if long { &[[128, 128], [64, 64], [16, 112], [80, 40]][..] } else { &[[128, 128], [80, 40]][..] };
+    let mut wrong = Vec::new();
+    for &[d, dv] in dims {
+        let base = |mask: Mask| Problem::builder().heads(4, 2).head_dims(d, dv).dtype(DType::Bf16).mask(mask);
+        let dense = |mask: Mask| base(mask).dense(2, 640, 700);
+        let window = || Mask::window(Some(128), Some(0));
+        let problems = [
+            dense(window()).sinks(),
+            base(window()).packed(&[0, 400, 900], &[0, 500, 3000]),
+            dense(Mask::causal()).used_lengths(true, true),
+            dense(window()).softcap(30.0).used_lengths(true, true),
+            dense(Mask::none()).bias([1, 4, 640, 700], DType::Bf16, true),
+            dense(Mask::none()).bias([2, 1, 1, 700], DType::F32, true).softcap(20.0),
+            dense(Mask::none()).bias([1, 4, 640, 1], DType::F32, true),
+            dense(Mask::causal()).block_mask(BlockSpec::default()),
+            dense(Mask::none()).block_mask(BlockSpec { rows: 64, cols: 64, ..BlockSpec::default() }),
+            dense(Mask::documents().and(Mask::causal())),
+            dense(Mask::documents().and(Mask::causal())).softcap(30.0),
+        ];
+        for problem in problems {
+            let problem = problem.build().unwrap();
+            let plan = BackwardPlan::tcgen05(&problem, (true, Order::Any), target.arch).unwrap();
+            let kernels = plan.kernels(target).unwrap();
+            let what = |faults| format!("{d}, {:?}, {:?}: {faults}", problem.layout(), problem.mask());
             wrong.extend(kernels.all().filter_map(|kernel| faults(&assembler, kernel)).map(what));
         }
     }

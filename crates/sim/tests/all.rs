@@ -21,5 +21,7 @@ mod sync_attention;
 mod sync_backward;
 mod tcgen05;
 mod tensor_attention;
+mod tensor_backward;
 mod tensor_kinds;
 mod tensor_pairs;
+mod tensor_sums;

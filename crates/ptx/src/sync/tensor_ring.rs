@@ -67,6 +67,19 @@ impl Builder {
     }
 }
 
+impl Builder {
+    /// A ring of one tile that lies in columns which are already allocated, and that every warp of `groups` warpgroups
+    /// empties. Rings over the same columns must take turns by the order of the products into them.
+    #[track_caller]
+    pub fn tensor_ring_of<'k>(&'k self, name: &str, tile: TensorTile<'k>, groups: u32) -> TensorRing<'k> {
+        let id = self.new_pipe(name, 1);
+        self.pipe_filled(id);
+        let full = self.mbarriers(&format!("{name}.full"), 1, crate::build::Count::Fixed(1));
+        let empty = self.mbarriers(&format!("{name}.empty"), 1, crate::build::Count::Fixed(WARPS * groups));
+        TensorRing { k: self, ids: vec![id], depth: 1, full, empty, first: tile }
+    }
+}
+
 impl<'k> TensorRing<'k> {
     #[track_caller]
     fn cursor(&self, which: Which<'k>, side: &'static str) -> [Var<'k, u32>; 2] {

@@ -18,7 +18,7 @@ pub use crate::attention::backward::tensors::Tensors;
 use crate::attention::backward::tensors::named;
 use crate::attention::backward::{
     Adds, BackwardConfig, Features, ModifierGradients, Order, Share, Spread, finish, heads as add_heads, main,
-    mma_sync, prepare, sinks, zero,
+    mma_sync, prepare, sinks, tcgen05, zero,
 };
 use crate::attention::forward::plan::NoKernel;
 use crate::configs::ConfigTable;
@@ -35,7 +35,7 @@ use facts::Facts;
 use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Precision, Problem};
 use fulgurite_ptx::device::{Plan, Span};
-use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
+use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, TensorUnit, Word, bf16, f16};
 use heads::can_spread;
 use schedule::Schedule;
 use std::ops::Range;
@@ -50,6 +50,8 @@ const MOST: usize = 256;
 const SHORT: usize = 2048;
 /// Blocks of a mask that are multiples of this in both directions consist of whole steps and whole tiles of a warpgroup.
 const STEP: usize = 64;
+/// The keys of a warpgroup's tile by `tcgen05`, of which blocks of a mask then consist.
+const TENSOR_KEYS: usize = 128;
 /// A row coordinate past every tensor: the copy engine reads zeros there.
 const OUTSIDE: u64 = MAX_COUNT;
 /// Kernels count keys, and chunks of 16 bytes in rows, in 32 bits with a sign; one bit is left for sums of two of them.
@@ -146,7 +148,7 @@ impl BackwardPlan {
         arch: Arch,
         skipping: Skipping,
     ) -> Result<BackwardPlan, NoKernel> {
-        let facts = facts_of(problem, pass, arch, skipping)?;
+        let facts = facts_of(problem, pass, arch, (skipping, [STEP; 2]))?;
         let config = facts.pairs_or_spread(config_of(problem, &facts.features, table)?);
         BackwardPlan::of(facts, config)
     }
@@ -157,7 +159,7 @@ impl BackwardPlan {
         if order == Order::Fixed {
             return missing("gradients in a fixed order".into());
         }
-        let facts = facts_of(problem, (d_lse, order), arch, Skipping::ByLists)?;
+        let facts = facts_of(problem, (d_lse, order), arch, (Skipping::ByLists, [STEP; 2]))?;
         let dims = facts.features.dims;
         match BackwardConfig::sync(&facts.features, arch) {
             Some(config) => BackwardPlan::of(facts, config),
@@ -167,6 +169,20 @@ impl BackwardPlan {
                 dims[1],
                 arch.shared_per_cta / 1024
             )),
+        }
+    }
+
+    /// The plan of a problem for `tcgen05`, which data-centre Blackwell GPUs have.
+    pub fn tcgen05(problem: &Problem, (d_lse, order): (bool, Order), arch: Arch) -> Result<BackwardPlan, NoKernel> {
+        let missing = |what: String| Err(NoKernel { feature: format!("{what} by tcgen05") });
+        if order == Order::Fixed {
+            return missing("gradients in a fixed order".into());
+        }
+        let facts = facts_of(problem, (d_lse, order), arch, (Skipping::ByExpression, [STEP, TENSOR_KEYS]))?;
+        let dims = facts.features.dims;
+        match BackwardConfig::tensor(&facts.features) {
+            Some(config) => BackwardPlan::of(facts, config),
+            None => missing(format!("backward of head dims {} and {} (up to 128 are supported)", dims[0], dims[1])),
         }
     }
 
@@ -195,13 +211,13 @@ impl BackwardPlan {
         Ok(self)
     }
 
-    /// Refuses a configuration of the other tensor unit.
+    /// Refuses a configuration of another tensor unit.
     pub fn check_unit(&self, config: &BackwardConfig) -> Result<(), NoKernel> {
-        if config.is_sync() == self.config().is_sync() {
-            return Ok(());
+        let [asked, own] = [config.share.unit(), self.config().share.unit()];
+        match asked == own {
+            true => Ok(()),
+            false => Err(NoKernel { feature: format!("a tile configuration of {asked} for {own}") }),
         }
-        let [own, other] = if config.is_sync() { ["mma.sync", "wgmma"] } else { ["wgmma", "mma.sync"] };
-        Err(NoKernel { feature: format!("a tile configuration of {own} for {other}") })
     }
 
     /// Refuses a configuration whose steps are not in one block each, if the kernel looks up blocks by steps.
@@ -312,10 +328,12 @@ impl BackwardPlan {
         let has_aux = !features.modifiers.aux.is_empty();
         let is_exact = features.modifiers.exact.contains(&true);
         let (prepare, of_prepare) = prepare::program::<T>(target, features, shape)?.split();
-        let (main, of_main) = match shape.config.is_sync() {
-            true => mma_sync::program::<T>(target, features, shape)?.split(),
-            false => main::program::<T>(target, features, shape)?.split(),
+        let main = match shape.config.share.unit() {
+            TensorUnit::Wgmma => main::program::<T>,
+            TensorUnit::MmaSync => mma_sync::program::<T>,
+            TensorUnit::Tcgen05 => tcgen05::program::<T>,
         };
+        let (main, of_main) = main(target, features, shape)?.split();
         let (finish, of_finish) = parts((!shape.rounds).then(|| finish::program::<T>(target, features, shape)))?;
         let (heads, of_heads) =
             parts((shape.spread != Spread::No).then(|| add_heads::program::<T>(target, features, shape)))?;
@@ -432,12 +450,12 @@ enum Skipping {
     ByExpression,
 }
 
-/// The facts of a problem, or why there is no kernel for it.
+/// The facts of a problem, or why there is no kernel for it. The kernel looks up blocks of a mask by `unit` queries and keys.
 fn facts_of(
     problem: &Problem,
     (d_lse, order): (bool, Order),
     arch: Arch,
-    skipping: Skipping,
+    (skipping, unit): (Skipping, [usize; 2]),
 ) -> Result<Facts, NoKernel> {
     let missing = |feature: String| Err(NoKernel { feature });
     let number = match problem.dtype() {
@@ -478,7 +496,7 @@ fn facts_of(
     let mut block_kind = None;
     if let Some(spec) = blocks {
         mask = Mask::none();
-        (block_kind, rest) = match spec.rows.is_multiple_of(STEP) && spec.cols.is_multiple_of(STEP) {
+        (block_kind, rest) = match spec.rows.is_multiple_of(unit[0]) && spec.cols.is_multiple_of(unit[1]) {
             true => {
                 let (kind, mask) = by_block(problem, spec, &mut aux);
                 (Some(kind), mask)
@@ -517,7 +535,7 @@ fn config_of(
         true => table.find(largest, problem.max_k_len() as u64),
         false => BackwardConfig::with_room(largest, ragged, modifiers.register_pressure()),
     };
-    if config.is_sync() {
+    if config.share.unit() != TensorUnit::Wgmma {
         return Err(NoKernel { feature: format!("backward by wgmma with tile configuration `{config}`") });
     }
     if !config.has_kernel(largest) {

@@ -32,7 +32,7 @@ impl BackwardConfig {
 
     /// Whether the kernel multiplies by `mma.sync`.
     pub fn is_sync(&self) -> bool {
-        matches!(self.share, Share::Warps32 | Share::Warps16)
+        self.share.unit() == TensorUnit::MmaSync
     }
 
     /// Bytes of shared memory of the `mma.sync` kernel.
