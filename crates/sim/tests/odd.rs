@@ -164,6 +164,7 @@ impl Maker {
             barriers: 16,
             registers: [REGISTERS; Class::ALL.len()],
             loose_waits: Vec::new(),
+            publishes: Vec::new(),
             body,
         }
     }

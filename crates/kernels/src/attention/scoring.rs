@@ -6,9 +6,9 @@ use crate::parts::modifier::{Modifiers, Modify, Parameters, Tanh, TilePosition};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
 use crate::parts::sequences::{Counts, Sequences};
-use crate::parts::softmax::{Rescaled, Scores, Settled, Softmax};
+use crate::parts::softmax::{Numerators, Rescaled, Scores, Settled, Softmax};
 use fulgurite_core::{Exp, Rescale};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
+use fulgurite_ptx::{Acc, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
 use std::f32::consts::LOG2_E;
 
 /// Builds a section of the kernel.
@@ -102,7 +102,7 @@ impl<'k, A: RowView<'k>> Scoring<'_, 'k, A> {
         &self,
         w: &Scope<'k, Group>,
         fold: &dyn Fold<'k, T, A>,
-        (s, p, o): (&A, &Fragment<'k, T>, &dyn Rescaled<'k>),
+        (s, p, o): (&A, &Numerators<'_, 'k, T>, &dyn Rescaled<'k>),
         (block, first_key): (&Block<'k>, &dyn Fn() -> Val<'k, i32>),
         again: Option<Section<'_, 'k>>,
     ) where

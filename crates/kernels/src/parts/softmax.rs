@@ -8,6 +8,7 @@ use crate::parts::row_sums::Added;
 use fulgurite_core::{Exp, Rescale};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Var, Word};
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// A finite bound below every score. A row that has seen no key subtracts it, which avoids -inf minus -inf.
 const FLOOR: f32 = -1e30;
@@ -38,6 +39,46 @@ impl<'k, A: RowView<'k>> Rescaled<'k> for A {
         for (i, x) in self.elements().enumerate() {
             self.set(i, x * factor[A::row_of(i)]);
         }
+    }
+}
+
+/// The numerators p of a block: the registers that get them, and what happens when columns of them are complete.
+pub struct Numerators<'a, 'k, T>
+where
+    T: Half,
+    Pair<T>: Word,
+{
+    pub fragment: &'a Fragment<'k, T>,
+    /// Columns at which a new part begins, ascending. The kernel uses a part while the thread computes the next.
+    pub cuts: &'a [u32],
+    /// Called after each part with its number: its numerators are complete, and the rows that it will be added to have
+    /// been rescaled.
+    pub publish: &'a dyn Fn(&Scope<'k, Group>, u32),
+}
+
+impl<'a, 'k, T: Half> Numerators<'a, 'k, T>
+where
+    Pair<T>: Word,
+{
+    /// Numerators that the kernel uses together, after the softmax has returned.
+    pub fn whole(fragment: &'a Fragment<'k, T>) -> Self {
+        Numerators { fragment, cuts: &[], publish: &|_, _| {} }
+    }
+
+    /// The elements of each part, in register order, if a thread holds `count` elements of `cols` columns.
+    fn parts(&self, count: usize, cols: u32) -> Vec<Range<usize>> {
+        let ends = self.cuts.iter().map(|&col| count * col as usize / cols as usize).chain([count]);
+        let starts = std::iter::once(0).chain(ends.clone());
+        starts.zip(ends).map(|(start, end)| start..end).collect()
+    }
+}
+
+/// Elements that hold the exponents themselves.
+struct Exponents;
+
+impl<'k> Scores<'k> for Exponents {
+    fn exponent(&mut self, _: usize, _: u32, raw: Val<'k, f32>, _: Val<'k, f32>) -> Val<'k, f32> {
+        raw
     }
 }
 
@@ -138,8 +179,14 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         Settled(self.scale)
     }
 
-    /// Computes p of every score and packs it into `p`.
-    fn numerators<T: Half>(&self, s: &A, p: &Fragment<'k, T>, scores: &mut dyn Scores<'k>) -> Made<'k>
+    /// Computes p of a range of the elements and packs it into `p`.
+    fn numerators<T: Half>(
+        &self,
+        s: &A,
+        p: &Fragment<'k, T>,
+        scores: &mut dyn Scores<'k>,
+        elements: Range<usize>,
+    ) -> Made<'k>
     where
         Pair<T>: Word,
     {
@@ -148,7 +195,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         let mut bits: Option<Val<'k, u32>> = None;
         let mut low = None;
         let count = s.elements().count();
-        for (number, x) in s.elements().enumerate() {
+        for (number, x) in s.elements().enumerate().take(elements.end).skip(elements.start) {
             let (i, row, col) = (number, A::row_of(number), A::col_of(number));
             let e = exp2(self.exp, Element { number, count }, scores.exponent(row, col, x, shift[row]));
             if let Some(rows) = sums.get_mut(i % 2) {
@@ -171,6 +218,50 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         Made { sums: sums.collect(), bits }
     }
 
+    /// Computes the parts of p after the first, each once the part before it is published, and publishes the last.
+    fn rest<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &A,
+        p: &Numerators<'_, 'k, T>,
+        scores: &mut dyn Scores<'k>,
+        rest: &[Range<usize>],
+    ) where
+        Pair<T>: Word,
+    {
+        for (part, elements) in (0..).zip(rest) {
+            (p.publish)(w, part);
+            let made = self.numerators(s, p.fragment, scores, elements.clone());
+            self.add(&made);
+        }
+        (p.publish)(w, rest.len() as u32);
+    }
+
+    /// Adds the sums of a part to those of the rows.
+    fn add(&self, made: &Made<'k>) {
+        let sums = self.sums.iter().flatten().zip(made.sums.iter().flatten());
+        sums.for_each(|(sum, &part)| sum.set(sum.get() + part));
+    }
+
+    /// Replaces a range of the elements by their exponents, and returns the largest.
+    fn exponents(&self, s: &A, scores: &mut dyn Scores<'k>, elements: Range<usize>) -> Option<Val<'k, f32>> {
+        if elements.is_empty() {
+            return None;
+        }
+        let shift: Vec<Val<'k, f32>> = self.shift.iter().map(|shift| shift.get()).collect();
+        let mut most = [None::<Val<'k, f32>>; 2];
+        let elements: Vec<_> = s.elements().enumerate().take(elements.end).skip(elements.start).collect();
+        for (i, raw) in elements {
+            let row = A::row_of(i);
+            let exponent = scores.exponent(row, A::col_of(i), raw, shift[row]);
+            s.set(i, exponent);
+            // Two independent chains of comparisons instead of one.
+            let most = &mut most[i % 2];
+            *most = Some(most.map_or(exponent, |most| most.max(exponent)));
+        }
+        most.into_iter().flatten().reduce(|a, b| a.max(b))
+    }
+
     /// Whether p depends on the final maximum of its row, so that all scores must be seen before the first p.
     fn scans(&self) -> bool {
         matches!(self.exp, Exp::Sas { .. })
@@ -189,7 +280,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
 
     /// Processes the first block of a tile: sets the maximum from the block, unless a scan has already found it, and
     /// starts the sums.
-    pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>)
+    pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Numerators<'_, 'k, T>)
     where
         Pair<T>: Word,
     {
@@ -197,8 +288,10 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             self.forget();
             self.see(w, s);
         }
-        let made = self.numerators(s, p, &mut self.settled());
+        let parts = p.parts(s.elements().count(), s.cols());
+        let made = self.numerators(s, p.fragment, &mut self.settled(), parts[0].clone());
         self.sums.iter().flatten().zip(made.sums.iter().flatten()).for_each(|(var, &sum)| var.set(sum));
+        self.rest(w, s, p, &mut self.settled(), &parts[1..]);
     }
 
     /// Processes a later block and adds to the sums. Products into `o` may still run: this function waits for them, and
@@ -207,7 +300,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         &self,
         w: &Scope<'k, Group>,
         s: &A,
-        p: &Fragment<'k, T>,
+        p: &Numerators<'_, 'k, T>,
         o: &dyn Rescaled<'k>,
         scores: &mut dyn Scores<'k>,
     ) where
@@ -223,12 +316,13 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
     }
 
     /// Uses the old maximum without looking at the scores. If a sum shows that it was too low, recomputes the block
-    /// with the true maximum.
+    /// with the true maximum. Once a part of p is published, products may use it, so the exponents of the other parts
+    /// are tested before.
     fn trust<T: Half>(
         &self,
         w: &Scope<'k, Group>,
         s: &A,
-        p: &Fragment<'k, T>,
+        p: &Numerators<'_, 'k, T>,
         o: &dyn Rescaled<'k>,
         limit: f32,
         scores: &mut dyn Scores<'k>,
@@ -237,14 +331,20 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
     {
         /// The bit of each half that is set if the half is at least 2, infinite or NaN.
         const TWO: u32 = 0x4000_4000;
-        let made = self.numerators(s, p, scores);
-        let parts: Vec<Var<'k, f32>> = made.sums.iter().flatten().map(|&sum| w.var(sum)).collect();
-        let most = parts.iter().map(|part| part.get()).reduce(|a, b| a.max(b));
+        let parts = p.parts(s.elements().count(), s.cols());
+        let (head, tail) = (parts[0].clone(), parts[0].end..s.elements().count());
+        let made = self.numerators(s, p.fragment, scores, head.clone());
+        let largest = self.exponents(s, scores, tail.clone());
+        let sums: Vec<Var<'k, f32>> = made.sums.iter().flatten().map(|&sum| w.var(sum)).collect();
+        let most = sums.iter().map(|part| part.get()).reduce(|a, b| a.max(b));
         let low = match (most, made.bits) {
             (Some(most), _) => most.gt(limit),
             (None, Some(bits)) => (bits & TWO).ne(0),
             (None, None) => unreachable!("bug in fulgurite: a tile without columns"),
         };
+        // If every exponent is at most this, the sum of the tail is within the limit.
+        let each = limit.log2() - self.margin().unwrap_or(0.0) - (tail.len().max(1) as f32).log2();
+        let low = largest.map_or(low, |largest| low | largest.gt(each));
         let again = scores.doubt().map_or(low, |doubt| low | doubt);
         // The branch depends on every exponential, so the assembler cannot hoist the wait below above them.
         w.when_rarely(w.any(again), |w| {
@@ -253,18 +353,26 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             });
             scores.settle(w);
             let alpha = self.raise_to(self.row_max(w, s));
-            let again = self.numerators(s, p, &mut self.settled()).sums;
-            parts.iter().zip(again.iter().flatten()).for_each(|(part, &sum)| part.set(sum));
+            let again = self.numerators(s, p.fragment, &mut self.settled(), head).sums;
+            self.exponents(s, &mut self.settled(), tail);
+            sums.iter().zip(again.iter().flatten()).for_each(|(part, &sum)| part.set(sum));
             A::wait(w);
             o.rescale_rows(w, &alpha);
         });
-        self.sums.iter().flatten().zip(&parts).for_each(|(sum, part)| sum.set(sum.get() + part.get()));
+        self.sums.iter().flatten().zip(&sums).for_each(|(sum, part)| sum.set(sum.get() + part.get()));
         A::wait(w);
+        self.rest(w, s, p, &mut Exponents, &parts[1..]);
     }
 
     /// Raises the maximum if the block's is larger (by more than `tau` powers of two), and rescales.
-    fn raise<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &dyn Rescaled<'k>, tau: Option<f32>)
-    where
+    fn raise<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &A,
+        p: &Numerators<'_, 'k, T>,
+        o: &dyn Rescaled<'k>,
+        tau: Option<f32>,
+    ) where
         Pair<T>: Word,
     {
         let new = self.row_max(w, s);
@@ -278,15 +386,16 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             None => new,
         };
         let alpha = self.raise_to(raised);
-        let made = self.numerators(s, p, &mut self.settled());
-        let sums = self.sums.iter().flatten().zip(made.sums.iter().flatten());
-        sums.for_each(|(sum, &part)| sum.set(sum.get() + part));
+        let parts = p.parts(s.elements().count(), s.cols());
+        let made = self.numerators(s, p.fragment, &mut self.settled(), parts[0].clone());
+        self.add(&made);
         let bits = made.bits.map(|bits| bits.to_f32_bits());
         A::wait_after(w, &made.sums.iter().flatten().copied().chain(bits).collect::<Vec<_>>());
         match moved {
             Some(moved) => w.when(moved, |w| o.rescale_rows(w, &alpha)),
             None => o.rescale_rows(w, &alpha),
         }
+        self.rest(w, s, p, &mut self.settled(), &parts[1..]);
     }
 
     /// Raises the maxima to at least `new`, rescales the sums, and returns the scale factors.
