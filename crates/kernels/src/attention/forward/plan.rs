@@ -26,7 +26,7 @@ use crate::parts::repack::{Direction, Named};
 pub use crate::parts::results::ResultType;
 use fulgurite_core::{DType, Exp, Layout, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Plan, Span};
-use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
+use fulgurite_ptx::{Arch, BuildError, Kernel, Number, Target, bf16, f16};
 use std::sync::Arc;
 
 /// A table of tile configurations, by default of the forward kernel.
@@ -106,6 +106,14 @@ impl ForwardPlan {
             return missing(format!("exp {exp}"));
         }
         Ok(ForwardPlan { facts, family: Family::Tcgen05(config) })
+    }
+
+    /// This plan with a tile configuration whose accumulators leave registers for the rest on an architecture.
+    pub fn fitting(mut self, arch: Arch) -> ForwardPlan {
+        if let Family::MmaSync(config) = &mut self.family {
+            *config = config.fitting(arch, &self.facts.features);
+        }
+        self
     }
 
     /// The plan of the decode kernel, if it handles the call.
