@@ -6,7 +6,7 @@ use crate::parts::modifier::{Modifiers, Modify, Parameters, Tanh, TilePosition};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
 use crate::parts::sequences::{Counts, Sequences};
-use crate::parts::softmax::{Numerators, Rescaled, Scores, Settled, Softmax};
+use crate::parts::softmax::{Numerators, Rescaled, Scores, Settled, Softmax, scaled};
 use fulgurite_core::{Exp, Rescale};
 use fulgurite_ptx::{Acc, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
 use std::f32::consts::LOG2_E;
@@ -145,6 +145,10 @@ struct Recomputed<'a, 'k> {
 impl<'k> Scores<'k> for Recomputed<'_, 'k> {
     fn exponent(&mut self, _: usize, _: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
         raw.mul_add(self.scale, shift)
+    }
+
+    fn exponents(&mut self, _: usize, _: u32, raw: &[Val<'k, f32>], shift: Val<'k, f32>) -> Vec<Val<'k, f32>> {
+        scaled(raw, self.scale, shift)
     }
 
     fn settle(&self, w: &Scope<'k, Group>) {

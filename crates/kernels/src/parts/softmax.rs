@@ -6,7 +6,7 @@
 use crate::parts::exp::{Element, exp2};
 use crate::parts::row_sums::Added;
 use fulgurite_core::{Exp, Rescale};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Var, Word};
+use fulgurite_ptx::{Acc, F32x2, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Var, Word};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -18,6 +18,11 @@ pub trait Scores<'k> {
     /// The exponent (a power of two) of an element, from its raw product and the shift of its row. `row` is one of the
     /// thread's rows, `col` the column relative to the thread's first.
     fn exponent(&mut self, row: usize, col: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32>;
+
+    /// The exponents of neighbouring elements of a row, of which the first has column `col`.
+    fn exponents(&mut self, row: usize, col: u32, raw: &[Val<'k, f32>], shift: Val<'k, f32>) -> Vec<Val<'k, f32>> {
+        raw.iter().zip(col..).map(|(&raw, col)| self.exponent(row, col, raw, shift)).collect()
+    }
 
     /// Whether the exponents requested so far may be wrong, so that the block must be recomputed.
     fn doubt(&self) -> Option<Val<'k, bool>> {
@@ -35,10 +40,35 @@ pub trait Rescaled<'k> {
 }
 
 impl<'k, A: RowView<'k>> Rescaled<'k> for A {
-    fn rescale_rows(&self, _: &Scope<'k, Group>, factor: &[Val<'k, f32>]) {
-        for (i, x) in self.elements().enumerate() {
-            self.set(i, x * factor[A::row_of(i)]);
+    fn rescale_rows(&self, w: &Scope<'k, Group>, factor: &[Val<'k, f32>]) {
+        let elements: Vec<Val<'k, f32>> = self.elements().collect();
+        for unit in units(width::<A>(w), 0..elements.len()) {
+            let factor = factor[A::row_of(unit.start)];
+            let scaled = match elements[unit.clone()] {
+                [x, y] => (x.beside(y) * factor.beside(factor)).numbers().to_vec(),
+                ref one => one.iter().map(|&x| x * factor).collect(),
+            };
+            unit.zip(scaled).for_each(|(i, x)| self.set(i, x));
         }
+    }
+}
+
+/// Number of neighbouring elements on which one instruction operates.
+fn width<'k, A: RowView<'k>>(w: &Scope<'k, Group>) -> usize {
+    A::TOGETHER.min(w.float_width())
+}
+
+/// Ranges of `width` elements.
+fn units(width: usize, elements: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = elements.end;
+    elements.step_by(width).map(move |start| start..end.min(start + width))
+}
+
+/// Raw products times a factor, plus a shift.
+pub fn scaled<'k>(raw: &[Val<'k, f32>], scale: Val<'k, f32>, shift: Val<'k, f32>) -> Vec<Val<'k, f32>> {
+    match *raw {
+        [x, y] => x.beside(y).mul_add(scale.beside(scale), shift.beside(shift)).numbers().to_vec(),
+        _ => raw.iter().map(|raw| raw.mul_add(scale, shift)).collect(),
     }
 }
 
@@ -89,6 +119,10 @@ impl<'k> Scores<'k> for Settled<'k> {
     fn exponent(&mut self, _: usize, _: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
         raw.mul_add(self.0, shift)
     }
+
+    fn exponents(&mut self, _: usize, _: u32, raw: &[Val<'k, f32>], shift: Val<'k, f32>) -> Vec<Val<'k, f32>> {
+        scaled(raw, self.0, shift)
+    }
 }
 
 /// The running summary of a thread's rows.
@@ -103,6 +137,8 @@ pub struct Softmax<'k, A = Acc<'k>> {
     /// -m scale of each row, added to the scaled scores.
     shift: Vec<Var<'k, f32>>,
     added: Added,
+    /// Number of elements on which one instruction operates.
+    width: usize,
     /// Partial sums of each row, if threads sum: two independent chains of additions instead of one.
     sums: Vec<Vec<Var<'k, f32>>>,
     view: PhantomData<A>,
@@ -114,6 +150,48 @@ struct Made<'k> {
     sums: Vec<Vec<Val<'k, f32>>>,
     /// The bitwise or of all p, if the tensor cores sum.
     bits: Option<Val<'k, u32>>,
+}
+
+/// Sums of numerators while a thread computes them: two chains of additions for each row, which one register holds where
+/// the target adds two floats at once. Both ways add in the same order.
+struct PartialSums<'k> {
+    /// By chain and row; empty if the tensor cores sum.
+    chains: Vec<Vec<Option<Val<'k, f32>>>>,
+    /// Both chains of each row.
+    both: Vec<Option<Val<'k, F32x2>>>,
+}
+
+impl<'k> PartialSums<'k> {
+    fn new(rows: usize, added: Added) -> Self {
+        PartialSums { chains: vec![vec![None; rows]; added.chains()], both: vec![None; rows] }
+    }
+
+    /// Adds neighbouring elements of a row, of which the first is number `first` of the thread's.
+    fn add(&mut self, row: usize, first: usize, terms: &[Val<'k, f32>]) {
+        match (&mut self.chains[..], terms) {
+            ([], _) => {}
+            (_, &[even, odd]) => {
+                let terms = even.beside(odd);
+                self.both[row] = Some(self.both[row].map_or(terms, |sum| sum + terms));
+            }
+            (chains, terms) => {
+                for (i, &term) in (first..).zip(terms) {
+                    let sum = &mut chains[i % 2][row];
+                    *sum = Some(sum.map_or(term, |sum| sum + term));
+                }
+            }
+        }
+    }
+
+    /// The sums, by chain and row.
+    fn numbers(mut self) -> Vec<Vec<Val<'k, f32>>> {
+        for (row, both) in self.both.iter().enumerate() {
+            let numbers = both.iter().flat_map(|both| both.numbers());
+            self.chains.iter_mut().zip(numbers).for_each(|(chain, sum)| chain[row] = Some(sum));
+        }
+        let found = |sum: Option<Val<'k, f32>>| sum.expect("bug in fulgurite: a tile without columns");
+        self.chains.into_iter().map(|rows| rows.into_iter().map(found).collect()).collect()
+    }
 }
 
 /// Maximum and sum of each of the thread's rows, which the end of a tile needs.
@@ -141,7 +219,10 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
     ) -> Self {
         let rows = || (0..A::ROWS).map(|_| w.var(0.0f32)).collect();
         let sums = (0..added.chains()).map(|_| rows()).collect();
-        Softmax { scale, rescale, exp, counters, max: rows(), shift: rows(), added, sums, view: PhantomData }
+        // Other policies rescale beside the exponentials of every block: with pairs, a few registers would spill.
+        let width = if matches!(rescale, Rescale::Optimistic(_)) { width::<A>(w) } else { 1 };
+        let view = PhantomData;
+        Softmax { scale, rescale, exp, counters, max: rows(), shift: rows(), added, width, sums, view }
     }
 
     /// The number of powers of two by which p is stored smaller than its true value. If no thread sums p, the kernel
@@ -179,9 +260,10 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         Settled(self.scale)
     }
 
-    /// Computes p of a range of the elements and packs it into `p`.
+    /// Computes p of a range of the elements, `width` at a time, and packs it into `p`.
     fn numerators<T: Half>(
         &self,
+        width: usize,
         s: &A,
         p: &Fragment<'k, T>,
         scores: &mut dyn Scores<'k>,
@@ -191,31 +273,32 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         Pair<T>: Word,
     {
         let shift: Vec<Val<'k, f32>> = self.shift.iter().map(|shift| shift.get()).collect();
-        let mut sums = vec![vec![None; A::ROWS]; self.added.chains()];
+        let mut sums = PartialSums::new(A::ROWS, self.added);
         let mut bits: Option<Val<'k, u32>> = None;
         let mut low = None;
-        let count = s.elements().count();
-        for (number, x) in s.elements().enumerate().take(elements.end).skip(elements.start) {
-            let (i, row, col) = (number, A::row_of(number), A::col_of(number));
-            let e = exp2(self.exp, Element { number, count }, scores.exponent(row, col, x, shift[row]));
-            if let Some(rows) = sums.get_mut(i % 2) {
-                let sum: &mut Option<Val<'k, f32>> = &mut rows[row];
-                *sum = Some(sum.map_or(e, |sum| sum + e));
-            }
-            match low.take() {
-                None => low = Some(e),
-                Some(low) => {
-                    p.set_pair(i / 2, low, e);
-                    if self.added == Added::ByColumn {
-                        let pair = p.pair(i / 2);
-                        bits = Some(bits.map_or(pair, |bits| bits | pair));
+        let all: Vec<Val<'k, f32>> = s.elements().collect();
+        for unit in units(width, elements) {
+            let (row, col) = (A::row_of(unit.start), A::col_of(unit.start));
+            let exponents = scores.exponents(row, col, &all[unit.clone()], shift[row]);
+            let numbered = unit.clone().zip(exponents);
+            let count = all.len();
+            let numerators: Vec<Val<'k, f32>> =
+                numbered.map(|(number, x)| exp2(self.exp, Element { number, count }, x)).collect();
+            sums.add(row, unit.start, &numerators);
+            for (i, e) in unit.zip(numerators) {
+                match low.take() {
+                    None => low = Some(e),
+                    Some(low) => {
+                        p.set_pair(i / 2, low, e);
+                        if self.added == Added::ByColumn {
+                            let pair = p.pair(i / 2);
+                            bits = Some(bits.map_or(pair, |bits| bits | pair));
+                        }
                     }
                 }
             }
         }
-        let found = |sum: Option<Val<'k, f32>>| sum.expect("bug in fulgurite: a tile without columns");
-        let sums = sums.into_iter().map(|rows| rows.into_iter().map(found).collect());
-        Made { sums: sums.collect(), bits }
+        Made { sums: sums.numbers(), bits }
     }
 
     /// Computes the parts of p after the first, each once the part before it is published, and publishes the last.
@@ -231,7 +314,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
     {
         for (part, elements) in (0..).zip(rest) {
             (p.publish)(w, part);
-            let made = self.numerators(s, p.fragment, scores, elements.clone());
+            let made = self.numerators(self.width, s, p.fragment, scores, elements.clone());
             self.add(&made);
         }
         (p.publish)(w, rest.len() as u32);
@@ -243,21 +326,29 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         sums.for_each(|(sum, &part)| sum.set(sum.get() + part));
     }
 
-    /// Replaces a range of the elements by their exponents, and returns the largest.
-    fn exponents(&self, s: &A, scores: &mut dyn Scores<'k>, elements: Range<usize>) -> Option<Val<'k, f32>> {
+    /// Replaces a range of the elements by their exponents, computed `width` at a time, and returns the largest.
+    fn exponents(
+        &self,
+        width: usize,
+        s: &A,
+        scores: &mut dyn Scores<'k>,
+        elements: Range<usize>,
+    ) -> Option<Val<'k, f32>> {
         if elements.is_empty() {
             return None;
         }
         let shift: Vec<Val<'k, f32>> = self.shift.iter().map(|shift| shift.get()).collect();
         let mut most = [None::<Val<'k, f32>>; 2];
-        let elements: Vec<_> = s.elements().enumerate().take(elements.end).skip(elements.start).collect();
-        for (i, raw) in elements {
-            let row = A::row_of(i);
-            let exponent = scores.exponent(row, A::col_of(i), raw, shift[row]);
-            s.set(i, exponent);
-            // Two independent chains of comparisons instead of one.
-            let most = &mut most[i % 2];
-            *most = Some(most.map_or(exponent, |most| most.max(exponent)));
+        let all: Vec<Val<'k, f32>> = s.elements().collect();
+        for unit in units(width, elements) {
+            let (row, col) = (A::row_of(unit.start), A::col_of(unit.start));
+            let exponents = scores.exponents(row, col, &all[unit.clone()], shift[row]);
+            for (i, exponent) in unit.zip(exponents) {
+                s.set(i, exponent);
+                // Two independent chains of comparisons instead of one.
+                let most = &mut most[i % 2];
+                *most = Some(most.map_or(exponent, |most| most.max(exponent)));
+            }
         }
         most.into_iter().flatten().reduce(|a, b| a.max(b))
     }
@@ -289,7 +380,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             self.see(w, s);
         }
         let parts = p.parts(s.elements().count(), s.cols());
-        let made = self.numerators(s, p.fragment, &mut self.settled(), parts[0].clone());
+        let made = self.numerators(self.width, s, p.fragment, &mut self.settled(), parts[0].clone());
         self.sums.iter().flatten().zip(made.sums.iter().flatten()).for_each(|(var, &sum)| var.set(sum));
         self.rest(w, s, p, &mut self.settled(), &parts[1..]);
     }
@@ -333,8 +424,8 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         const TWO: u32 = 0x4000_4000;
         let parts = p.parts(s.elements().count(), s.cols());
         let (head, tail) = (parts[0].clone(), parts[0].end..s.elements().count());
-        let made = self.numerators(s, p.fragment, scores, head.clone());
-        let largest = self.exponents(s, scores, tail.clone());
+        let made = self.numerators(self.width, s, p.fragment, scores, head.clone());
+        let largest = self.exponents(self.width, s, scores, tail.clone());
         let sums: Vec<Var<'k, f32>> = made.sums.iter().flatten().map(|&sum| w.var(sum)).collect();
         let most = sums.iter().map(|part| part.get()).reduce(|a, b| a.max(b));
         let low = match (most, made.bits) {
@@ -353,8 +444,9 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             });
             scores.settle(w);
             let alpha = self.raise_to(self.row_max(w, s));
-            let again = self.numerators(s, p.fragment, &mut self.settled(), head).sums;
-            self.exponents(s, &mut self.settled(), tail);
+            // One element at a time: pairs in this copy of the code cost registers, and a few would spill.
+            let again = self.numerators(1, s, p.fragment, &mut self.settled(), head).sums;
+            self.exponents(1, s, &mut self.settled(), tail);
             sums.iter().zip(again.iter().flatten()).for_each(|(part, &sum)| part.set(sum));
             A::wait(w);
             o.rescale_rows(w, &alpha);
@@ -387,7 +479,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         };
         let alpha = self.raise_to(raised);
         let parts = p.parts(s.elements().count(), s.cols());
-        let made = self.numerators(s, p.fragment, &mut self.settled(), parts[0].clone());
+        let made = self.numerators(self.width, s, p.fragment, &mut self.settled(), parts[0].clone());
         self.add(&made);
         let bits = made.bits.map(|bits| bits.to_f32_bits());
         A::wait_after(w, &made.sums.iter().flatten().copied().chain(bits).collect::<Vec<_>>());

@@ -14,6 +14,7 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
+mod float_pair;
 mod memory;
 mod role;
 mod scope;
@@ -23,7 +24,7 @@ pub use memory::{Pointer, Shared};
 pub use role::{RoleSize, Warpgroups, Warps};
 pub use scope::{Block, Group, GroupBarrier, Leave, RoleBarrier, Scope, Thread, Turns, WarpRole, Who, WholeWarps};
 pub(crate) use value::Src;
-pub use value::{Half, IntoVal, Pair, Val, Var, Word};
+pub use value::{F32x2, Half, IntoVal, Pair, Val, Var, Word};
 
 use crate::error::BuildError;
 use crate::global_tensor::TensorParam;
