@@ -127,6 +127,25 @@ fn a_publish_that_loses_its_wall_fails_the_build() {
     }
 }
 
+/// Queries and keys that are longer than values, by `tcgen05`.
+#[test]
+fn long_keys_by_tcgen05_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for (arch, mask) in
+        [(Arch::SM_100A, Mask::none()), (Arch::SM_100A, Mask::causal()), (Arch::SM_103A, Mask::causal())]
+    {
+        let base = || Problem::builder().heads(4, 2).head_dims(192, 128).dtype(DType::Bf16).mask(mask.clone());
+        for problem in [base().dense(1, 700, 700), base().packed(&[0, 200, 500], &[0, 300, 700])] {
+            let problem = problem.build().unwrap();
+            let plan = ForwardPlan::tcgen05(&problem, None, &ConfigTable::default()).unwrap();
+            let fault = faults(&assembler, &plan.kernel(Target::new(arch)).unwrap());
+            wrong.extend(fault.map(|fault| format!("{arch}, {:?}, {:?}: {fault}", problem.layout(), problem.mask())));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
 /// f32 results that are merged with others, or added to them: of `wgmma` and `mma.sync`, of equal and of packed sequences.
 #[test]
 fn f32_results_assemble() {

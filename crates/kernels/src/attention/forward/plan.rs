@@ -9,7 +9,7 @@ pub use crate::attention::forward::facts::BlockForm;
 pub(crate) use crate::attention::forward::facts::row_major;
 use crate::attention::forward::facts::{Facts, keys_seen};
 pub use crate::attention::forward::mma_sync::config::SyncConfig;
-use crate::attention::forward::tcgen05::config::MOST;
+use crate::attention::forward::tcgen05::config::LARGEST;
 pub use crate::attention::forward::tcgen05::config::TensorConfig;
 use crate::attention::forward::tiling::Tiling;
 use crate::attention::forward::{self, Features, mma_sync, tcgen05};
@@ -98,9 +98,9 @@ impl ForwardPlan {
     ) -> Result<ForwardPlan, NoKernel> {
         let (facts, config) = Facts::of(problem, rescale, table)?;
         let missing = |what: String| Err(NoKernel { feature: format!("{what} by tcgen05") });
-        if facts.features.dims.iter().any(|d| *d > MOST) {
-            let [d, dv] = facts.dims;
-            return missing(format!("head dims {d} and {dv} (it has up to {MOST})"));
+        if facts.features.dims.iter().zip(LARGEST).any(|(d, most)| *d > most) {
+            let ([d, dv], [most, values]) = (facts.dims, LARGEST);
+            return missing(format!("head dims {d} and {dv} (it has up to {most} for q and k, {values} for v)"));
         }
         if let exp @ Exp::Sas { .. } = facts.features.exp {
             return missing(format!("exp {exp}"));

@@ -45,8 +45,9 @@ fn usual_rescale() -> Rescale {
 /// Rows of a tile of accumulators in tensor memory.
 const ROWS: u32 = 128;
 
-/// Largest head dimension: the scores and the outputs of two warpgroups fill tensor memory.
-pub(crate) const MOST: u32 = 128;
+/// Largest head dimensions of q and k, and of v. A tile of 256 queries and two stages of 64 keys fill shared memory; the
+/// scores and the outputs of two warpgroups fill tensor memory.
+pub(crate) const LARGEST: [u32; 2] = [192, 128];
 
 impl TensorConfig {
     /// Queries per tile.
@@ -80,7 +81,11 @@ impl TileConfig for TensorConfig {
     fn built_in() -> Vec<ConfigRow<TensorConfig>> {
         let base =
             TensorConfig { groups: 2, cols: 128, tail: 32, depth: 2, registers: [224, 56], rescale: usual_rescale() };
-        let rows = [(0..=64, 0..u64::MAX, TensorConfig { depth: 3, ..base }), (65..=u32::MAX, 0..u64::MAX, base)];
+        let rows = [
+            (0..=64, 0..u64::MAX, TensorConfig { depth: 3, ..base }),
+            (65..=128, 0..u64::MAX, base),
+            (129..=u32::MAX, 0..u64::MAX, TensorConfig { cols: 64, tail: 16, ..base }),
+        ];
         rows.map(|(head_dims, keys, config)| ConfigRow { head_dims, keys, config }).to_vec()
     }
 
