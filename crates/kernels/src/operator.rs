@@ -174,7 +174,7 @@ impl Operator for Forward {
     ) -> Result<ForwardPlan, Refusal> {
         let ForwardOptions { sinks, rescale, config, sync_config, lse, unit, results } = *options;
         let mut plan = match choose_unit(target, unit)? {
-            TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?,
+            TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?.fitting(target.arch),
             TensorUnit::Tcgen05 => {
                 let own = match results {
                     ResultType::Input => ForwardPlan::tcgen05(problem, rescale, &ConfigTable::default()),
@@ -182,7 +182,9 @@ impl Operator for Forward {
                 };
                 match own {
                     // What this unit has no kernel for runs on the unit that every GPU has, unless the caller named one.
-                    Err(_) if unit.is_none() => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?,
+                    Err(_) if unit.is_none() => {
+                        ForwardPlan::mma_sync(problem, rescale, &tables.sync)?.fitting(target.arch)
+                    }
                     plan => plan?,
                 }
             }

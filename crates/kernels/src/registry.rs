@@ -194,7 +194,8 @@ fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
 fn planned(target: Target, example: AttentionExample, part: AttentionPart) -> Result<Kernel, BuildError> {
     let q_len = if part == AttentionPart::Decode { 4 } else { 8192 };
     let problem = example.problem([2, q_len, 8192], [16, 4]).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
-    example.plan(&problem, part).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}")).kernel(target)
+    let plan = example.plan(&problem, part).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
+    plan.fitting(target.arch).kernel(target)
 }
 
 /// Entries of forward attention in bf16 that are planned for their example.

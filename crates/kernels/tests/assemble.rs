@@ -2,12 +2,13 @@
 //! probe of the tensor cores.
 
 use fulgurite_core::expr::{batch, k, q};
-use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, expr};
+use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, Rescale, expr};
 use fulgurite_kernels::attention::backward::plan::BackwardPlan;
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
 use fulgurite_kernels::attention::forward::plan::{Added, ConfigTable, ForwardPlan, ResultType};
 use fulgurite_kernels::{probe, registry};
-use fulgurite_ptx::assemble::{Assembler, Hints};
+use fulgurite_ptx::assemble::{Assembler, Fault, Hints};
+use fulgurite_ptx::kernel::Stmt;
 use fulgurite_ptx::{Arch, Kernel, Target, TensorUnit, bf16, f16};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -104,6 +105,77 @@ fn forward(assembler: &Assembler, problem: ProblemBuilder) -> Option<String> {
     let faults = faults(assembler, &kernel)?;
     let (d, layout, mask) = (problem.head_dim(), problem.layout(), problem.mask());
     Some(format!("{d}, {layout:?}, {mask:?}: {faults}"))
+}
+
+/// A kernel without its walls: without the branches that lead to a trap.
+fn without_walls(mut kernel: Kernel) -> Kernel {
+    fn walk(block: &mut Vec<Stmt>) {
+        block.retain_mut(|stmt| match stmt {
+            Stmt::If { then, .. } if matches!(&then[..], [Stmt::Op(op)] if op.inst.name == "trap") => false,
+            Stmt::If { then, otherwise, .. } => {
+                walk(then);
+                walk(otherwise);
+                true
+            }
+            Stmt::Loop { body, .. } => {
+                walk(body);
+                true
+            }
+            _ => true,
+        });
+    }
+    walk(&mut kernel.body);
+    kernel
+}
+
+/// Forward attention by `tcgen05` publishes p in parts. Without its walls the assembler computes all of p before it
+/// publishes the first part, under every rescale policy, and the build names the role and the line.
+#[test]
+fn a_publish_that_loses_its_wall_fails_the_build() {
+    let Some(assembler) = assembler() else { return };
+    if assembler.nvdisasm().is_none() {
+        println!("skipped: there is no disassembler");
+        return;
+    }
+    let policies = [Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT), Rescale::Lazy(8.0), Rescale::Always];
+    for (arch, rescale) in [Arch::SM_100A, Arch::SM_103A].into_iter().flat_map(|arch| policies.map(|r| (arch, r))) {
+        let problem = Problem::builder().dense(1, 700, 700).heads(2, 1).head_dim(128).dtype(DType::Bf16);
+        let problem = problem.mask(Mask::causal()).build().unwrap();
+        let plan = ForwardPlan::tcgen05(&problem, Some(rescale), &ConfigTable::default()).unwrap();
+        let kernel = plan.kernel(Target::new(arch)).unwrap();
+        let [publish] = &kernel.publishes[..] else { panic!("{:?}", kernel.publishes) };
+        assert_eq!(publish.role, "softmax");
+        assert_eq!(assembler.assemble(&kernel).unwrap().verdict(), Ok(()), "{arch}, {rescale:?}");
+        let line = format!("{}:{}: role `softmax` publishes", publish.at.file(), publish.at.line());
+        let faults = assembler.assemble(&without_walls(kernel)).unwrap().verdict().unwrap_err();
+        // The publish of a tile's first block, and that of the others.
+        assert!((1..=2).contains(&faults.len()), "{faults:?}");
+        for fault in faults {
+            let Fault::LatePublish(late) = &fault else { panic!("{fault:?}") };
+            println!("{arch}, {rescale:?}: {} of {}", late.early, late.exponentials);
+            assert!(late.exponentials == 32 && late.early > 8, "{late:?}");
+            assert!(fault.to_string().contains(&line), "{fault}");
+        }
+    }
+}
+
+/// Queries and keys that are longer than values, by `tcgen05`.
+#[test]
+fn long_keys_by_tcgen05_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for (arch, mask) in
+        [(Arch::SM_100A, Mask::none()), (Arch::SM_100A, Mask::causal()), (Arch::SM_103A, Mask::causal())]
+    {
+        let base = || Problem::builder().heads(4, 2).head_dims(192, 128).dtype(DType::Bf16).mask(mask.clone());
+        for problem in [base().dense(1, 700, 700), base().packed(&[0, 200, 500], &[0, 300, 700])] {
+            let problem = problem.build().unwrap();
+            let plan = ForwardPlan::tcgen05(&problem, None, &ConfigTable::default()).unwrap();
+            let fault = faults(&assembler, &plan.kernel(Target::new(arch)).unwrap());
+            wrong.extend(fault.map(|fault| format!("{arch}, {:?}, {:?}: {fault}", problem.layout(), problem.mask())));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 /// f32 results that are merged with others, or added to them: of `wgmma` and `mma.sync`, of equal and of packed sequences.

@@ -84,6 +84,7 @@ impl<'k> RowView<'k> for RowAcc<'k> {
     const LANES: u32 = 1;
     const RUN: u32 = RUN;
     const GROUP_ROWS: u32 = 128;
+    const TOGETHER: usize = 2;
 
     fn row_of(_: usize) -> usize {
         0

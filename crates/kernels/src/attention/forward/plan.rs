@@ -9,7 +9,7 @@ pub use crate::attention::forward::facts::BlockForm;
 pub(crate) use crate::attention::forward::facts::row_major;
 use crate::attention::forward::facts::{Facts, keys_seen};
 pub use crate::attention::forward::mma_sync::config::SyncConfig;
-use crate::attention::forward::tcgen05::config::MOST;
+use crate::attention::forward::tcgen05::config::LARGEST;
 pub use crate::attention::forward::tcgen05::config::TensorConfig;
 use crate::attention::forward::tiling::Tiling;
 use crate::attention::forward::{self, Features, mma_sync, tcgen05};
@@ -26,7 +26,7 @@ use crate::parts::repack::{Direction, Named};
 pub use crate::parts::results::ResultType;
 use fulgurite_core::{DType, Exp, Layout, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Plan, Span};
-use fulgurite_ptx::{BuildError, Kernel, Number, Target, TensorUnit, bf16, f16};
+use fulgurite_ptx::{Arch, BuildError, Kernel, Number, Target, TensorUnit, bf16, f16};
 use std::sync::Arc;
 
 /// A table of tile configurations, by default of the forward kernel.
@@ -98,14 +98,22 @@ impl ForwardPlan {
     ) -> Result<ForwardPlan, NoKernel> {
         let (facts, config) = Facts::of(problem, rescale, table)?;
         let missing = |what: String| Err(NoKernel { feature: format!("{what} by tcgen05") });
-        if facts.features.dims.iter().any(|d| *d > MOST) {
-            let [d, dv] = facts.dims;
-            return missing(format!("head dims {d} and {dv} (up to {MOST} are supported)"));
+        if facts.features.dims.iter().zip(LARGEST).any(|(d, most)| *d > most) {
+            let ([d, dv], [most, values]) = (facts.dims, LARGEST);
+            return missing(format!("head dims {d} and {dv} (up to {most} for q and k and {values} for v are supported)"));
         }
         if let exp @ Exp::Sas { .. } = facts.features.exp {
             return missing(format!("exp {exp}"));
         }
         Ok(ForwardPlan { facts, family: Family::Tcgen05(config) })
+    }
+
+    /// This plan with a tile configuration whose accumulators leave registers for the rest on an architecture.
+    pub fn fitting(mut self, arch: Arch) -> ForwardPlan {
+        if let Family::MmaSync(config) = &mut self.family {
+            *config = config.fitting(arch, &self.facts.features);
+        }
+        self
     }
 
     /// The plan of the decode kernel, if it handles the call.
