@@ -73,7 +73,7 @@ fn kernel(target: Target) -> Kernel {
                 w.store_tensor_fragment(own_part.overlay::<bf16>(HALF), &halves);
                 w.write_row_fragment(shared.cols(own, HALF), 0, &halves);
                 w.publish_shared();
-                written.publish(w, only());
+                written.publish(w, only(), 0);
             });
             row.done(w);
         });
@@ -91,7 +91,7 @@ fn kernel(target: Target) -> Kernel {
             w.elected(|t| t.multiply_tensor(s, b.operand(Major::Inner), b.operand(Major::Inner), Sum::Fresh));
             written.filled(w, only());
             w.each(0, ROUNDS, 1, |w, round| {
-                written.await_answer(w, only());
+                written.await_part(w, only(), 0);
                 let d = first.await_empty(w, only());
                 let (left, right) = (shared.operand(Major::Outer), b.operand(Major::Outer));
                 w.elected(|t| t.multiply_tensor(d, left, right, Sum::Fresh));

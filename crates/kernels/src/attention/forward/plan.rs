@@ -100,7 +100,9 @@ impl ForwardPlan {
         let missing = |what: String| Err(NoKernel { feature: format!("{what} by tcgen05") });
         if facts.features.dims.iter().zip(LARGEST).any(|(d, most)| *d > most) {
             let ([d, dv], [most, values]) = (facts.dims, LARGEST);
-            return missing(format!("head dims {d} and {dv} (up to {most} for q and k and {values} for v are supported)"));
+            return missing(format!(
+                "head dims {d} and {dv} (up to {most} for q and k and {values} for v are supported)"
+            ));
         }
         if let exp @ Exp::Sas { .. } = facts.features.exp {
             return missing(format!("exp {exp}"));

@@ -136,7 +136,7 @@ where
         probabilities_of(*exp, params.scale_log2, &s, |eight| shift.eight(w, eight), |eight| pack(&p, &s, eight));
         stages.shift.done(w);
         w.store_tensor_fragment(halved::<T>(tile), &p);
-        scores.publish(w, only());
+        scores.publish(w, only(), 0);
         s
     }
 
@@ -191,7 +191,7 @@ where
         });
         stages.shift.done(w);
         stages.delta.done(w);
-        scores.publish(w, only());
+        scores.publish(w, only(), 0);
         self.publish(w);
     }
 
@@ -205,7 +205,7 @@ where
     /// Tells the thread that multiplies that d_z is written.
     fn publish(&self, w: &Scope<'k, Group>) {
         w.publish_shared();
-        self.kernel.products.publish(w, only());
+        self.kernel.products.publish(w, only(), 0);
     }
 
     /// Stores d_v, by the first warpgroup, and d_k, by the second, through the memory of v and k.

@@ -94,7 +94,7 @@ where
     /// Starts d_v += p^T d_o of a step when p is written.
     fn value_sums(&self, w: &Scope<'k, WarpRole>, onto: Val<'k, bool>) {
         let kernel = self.kernel;
-        kernel.scores.await_answer(w, only());
+        kernel.scores.await_part(w, only(), 0);
         let (d_v, d_o) = (kernel.d_v.next(w, only()), kernel.stages.outputs.current(w)[0]);
         self.add(w, d_v, |group| kernel.p(group), (d_o, onto));
         kernel.stages.outputs.done_with_products(w);
@@ -103,7 +103,7 @@ where
     /// Starts d_k += d_z^T q of the oldest step whose q is there, when d_z is written.
     fn key_sums(&self, w: &Scope<'k, WarpRole>, onto: Val<'k, bool>) {
         let kernel = self.kernel;
-        kernel.products.await_answer(w, only());
+        kernel.products.await_part(w, only(), 0);
         let (d_k, q) = (kernel.d_k.next(w, only()), kernel.stages.queries.held(w, w.constant(0))[0]);
         self.add(w, d_k, |group| kernel.d_z(group), (q, onto));
         kernel.stages.queries.release_with_products(w);
