@@ -33,11 +33,14 @@ pub struct Options {
     pub resident: u32,
     /// What orders accesses to tensor memory.
     pub tensor: TensorOrder,
+    /// Whether products are computed. Without, they leave zeros: enough for a timeline of a kernel whose control flow does
+    /// not depend on results.
+    pub arithmetic: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let (order, tensor) = (Order::Random, TensorOrder::Queue);
-        Options { seed: 0, budget: 1 << 32, checks: true, order, resident: 2, tensor }
+        Options { seed: 0, budget: 1 << 32, checks: true, order, resident: 2, tensor, arithmetic: true }
     }
 }

@@ -10,6 +10,7 @@ use crate::mbarrier::{BarAt, User};
 use crate::multiply::{Matrix, Rows};
 use crate::options::{Order, TensorOrder};
 use crate::shadow::{Access, Conflict, Proxy, Shadow, Toucher, Who};
+use crate::timeline::Multiply;
 use crate::view::View;
 use crate::warpgroup::Reader;
 use crate::world::{Cluster, Event, SHARED_BASE, Snapshot, World, access_of};
@@ -379,7 +380,10 @@ impl View<'_, '_> {
         let shape = product.and_then(|what| ProductShape::decode(what.shape).ok());
         if let Some(ProductShape { rows, cols, numbers, .. }) = shape {
             let flops = 2 * u64::from(rows * cols * numbers[1].depth());
-            queue.latest = self.world.product_time(block, numbers[1], flops, now, pc);
+            let left = if product.is_some_and(|what| matches!(what.a, TensorLeft::Tile(_))) { rows } else { 0 };
+            let operand_bytes = u64::from(32 * (cols + left));
+            queue.latest =
+                self.world.product_time(block, Multiply { number: numbers[1], flops, operand_bytes }, now, pc);
         }
         let time = queue.latest.max(now);
         self.world.at(time, event);
@@ -405,9 +409,16 @@ impl World<'_> {
             Work::Multiply { what, start, completion, issued } => {
                 let access = Access { who: Who::Async(completion), proxy: Proxy::Async, ..issued };
                 let role = self.role_of(issued.warp);
-                if let Some(operands) = self.tensor_operands(cluster, rank, &what, &access, &start) {
-                    self.multiply_into(cluster, rank, &what, &operands, (&access, &start));
-                    let ProductShape { rows, cols, numbers, .. } = operands.shape;
+                let shape = if self.options.arithmetic {
+                    let operands = self.tensor_operands(cluster, rank, &what, &access, &start);
+                    operands.map(|operands| {
+                        self.multiply_into(cluster, rank, &what, &operands, (&access, &start));
+                        operands.shape
+                    })
+                } else {
+                    ProductShape::decode(what.shape).ok()
+                };
+                if let Some(ProductShape { rows, cols, numbers, .. }) = shape {
                     let flops = 2 * u64::from(rows * cols * numbers[1].depth());
                     let left = if matches!(what.a, TensorLeft::Tile(_)) { rows } else { 0 };
                     self.counts[role].multiplied(numbers[1], flops, u64::from(32 * (cols + left)));
