@@ -9,6 +9,7 @@ mod backward_widths;
 mod clean;
 mod common;
 mod counters;
+mod cycles;
 mod decode;
 mod f32_results;
 mod mma_sync;

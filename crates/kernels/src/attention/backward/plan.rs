@@ -401,6 +401,12 @@ impl BackwardPlan {
         steps.sum::<u64>().saturating_mul(batch as u64).saturating_mul(self.facts.heads[0])
     }
 
+    /// Steps of queries of each tile of keys of a (head, sequence) pair, in a batch of equal sequences.
+    pub fn tile_steps(&self) -> Vec<u64> {
+        let Layout::Dense { q_len, k_len, .. } = self.facts.layout else { return Vec::new() };
+        tile_steps(&self.facts.features.mask, [q_len, k_len], self.config()).collect()
+    }
+
     /// The copies of tensors that a call needs before and after its kernels, if any.
     pub fn copies(&self, tensors: &Tensors) -> Option<Copies> {
         Copies::of(&named(tensors)[..self.copied_rows()], self.facts.features.ragged.any())
