@@ -264,7 +264,7 @@ fn gradients_by_single_warps_assemble() {
     let long = std::env::var_os("FULGURITE_LONG").is_some();
     let mut wrong = Vec::new();
     let archs: &[Arch] = match long {
-        true => &[Arch::SM_80, Arch::SM_86, Arch::SM_89, Arch::SM_90A, Arch::SM_120A],
+        true => &[Arch::SM_80, Arch::SM_86, Arch::SM_89, Arch::SM_90A, Arch::SM_100A, Arch::SM_120A],
         false => &[Arch::SM_80, Arch::SM_120A],
     };
     let dims: &[[usize; 2]] = if long {

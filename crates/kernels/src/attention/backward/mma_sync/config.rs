@@ -75,14 +75,12 @@ impl BackwardConfig {
         let modifies = !features.modifiers.is_empty();
         let fits = |config: &BackwardConfig| {
             let crowded = match config.share {
-                Share::Warps32 => {
-                    let full = config.sync_registers(largest) > most_registers(arch);
-                    modifies || full || ragged && (config.rows > 64 || largest > 96)
-                }
+                Share::Warps32 => modifies || ragged && (config.rows > 64 || largest > 96),
                 // On data-centre Blackwell, the addresses of a fourth stage spill beside a modifier.
                 _ => modifies && arch.tensor == TensorUnit::Tcgen05 && config.depth > 3,
             };
-            !crowded && config.sync_bytes(dims) + ROOM <= arch.shared_per_cta
+            let full = config.sync_registers(largest) > most_registers(arch, config.share);
+            !crowded && !full && config.sync_bytes(dims) + ROOM <= arch.shared_per_cta
         };
         BackwardConfig::sync_choices(largest).into_iter().find(fits)
     }
@@ -91,13 +89,14 @@ impl BackwardConfig {
 /// Threads of a CTA.
 const THREADS: u32 = 256;
 
-/// The most [registers](BackwardConfig::sync_registers) of that kind with which kernels of 32 keys a warp do not spill.
-/// Architectures with another tensor unit keep more addresses in registers.
-fn most_registers(arch: Arch) -> u32 {
-    match arch.tensor {
-        TensorUnit::MmaSync => u32::MAX,
-        TensorUnit::Wgmma => 224,
-        TensorUnit::Tcgen05 => 216,
+/// The most [registers](BackwardConfig::sync_registers) of that kind with which kernels do not spill. For architectures
+/// with another tensor unit than `mma.sync` the assembler keeps more addresses in registers.
+fn most_registers(arch: Arch, share: Share) -> u32 {
+    match (arch.tensor, share) {
+        (TensorUnit::Wgmma, Share::Warps32) => 224,
+        (TensorUnit::Tcgen05, Share::Warps32) => 216,
+        (TensorUnit::Tcgen05, _) => 232,
+        _ => u32::MAX,
     }
 }
 
