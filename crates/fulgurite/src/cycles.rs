@@ -9,7 +9,7 @@ use crate::device::OnDevice;
 use crate::engine::{Engine, Run};
 use crate::profile::Tables;
 use fulgurite_core::{DType, Inputs, Problem, ProblemBuilder, Saved, Tensor};
-use fulgurite_ptx::{Arch, Target};
+use fulgurite_ptx::{Arch, Kernel, Target};
 use fulgurite_sim::{Architecture, Options, Order, Sim};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -165,6 +165,14 @@ fn least_squares(of: &[[f64; UNKNOWNS]], y: &[f64]) -> [f64; UNKNOWNS] {
         }
     }
     std::array::from_fn(|i| if rows[i][i].abs() < 1e-9 { 0.0 } else { rows[i][UNKNOWNS] / rows[i][i] })
+}
+
+/// CTAs of a kernel that fit on an SM, by registers and shared memory. Each CTA takes 1 KB of shared memory more than it
+/// requests.
+pub(crate) fn ctas_per_sm(kernel: &Kernel) -> usize {
+    let arch = &kernel.target.arch;
+    let registers = Kernel::entry_registers(kernel.target, kernel.threads) * kernel.threads;
+    (arch.registers / registers.max(1)).min(arch.shared_per_sm / (kernel.shared_bytes + 1024)).max(1) as usize
 }
 
 /// Cycles until all tiles are done. Each of `workers` takes the next tile when it has finished one, the longest first.
