@@ -40,8 +40,23 @@ struct OnGpu {
     other_launches_us: f64,
     bound_us: f64,
     bound_tflops: f64,
+    /// By the cycle model, where it covers the problem: decode it does not.
+    predicted: Option<Prediction>,
     /// On the GPU of this machine, where there is one.
     measured_us: Option<f64>,
+}
+
+/// What the cycle model says.
+#[derive(Serialize)]
+struct Prediction {
+    us: f64,
+    tflops: f64,
+    /// The clock that the power limit leaves.
+    gigahertz: f64,
+    /// Cycles of an SM for a block, beside it for the ends of a tile.
+    block_cycles: f64,
+    tile_cycles: f64,
+    bound: String,
 }
 
 #[derive(Serialize)]
@@ -64,7 +79,10 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
     let explained = if args.backward { gpu::explain_backward } else { gpu::explain };
     let (target, tables) = machine(args)?;
     let (on_gpu, gpu_refused) = match explained(&builder, sizes, target, &tables) {
-        Ok(explained) => (Some(on_gpu(args, &problem, &explained)?), None),
+        Ok(explained) => {
+            let predicted = prediction(args, &problem, target, &tables)?;
+            (Some(on_gpu(args, &problem, (&explained, predicted))?), None)
+        }
         Err(fulgurite::Error::Unsupported(refused)) => (None, Some(refused.to_string())),
         Err(e) => return Err(e.into()),
     };
@@ -154,7 +172,33 @@ impl ExplainArgs {
     }
 }
 
-fn on_gpu(args: &ExplainArgs, problem: &Problem, explained: &Explained) -> Result<OnGpu, Failure> {
+/// The time by the cycle model, where it covers the problem.
+fn prediction(
+    args: &ExplainArgs,
+    problem: &Problem,
+    target: Target,
+    tables: &Tables,
+) -> Result<Option<Prediction>, Failure> {
+    let predict = if args.backward { gpu::predict_backward } else { gpu::predict };
+    match predict(&args.builder(), args.sizes(), target, tables, None) {
+        Ok(predicted) => Ok(Some(Prediction {
+            us: predicted.seconds * 1e6,
+            tflops: args.flops(problem) / predicted.seconds.max(1e-12) / 1e12,
+            gigahertz: predicted.gigahertz,
+            block_cycles: predicted.cycles.block,
+            tile_cycles: predicted.cycles.tile,
+            bound: predicted.bound,
+        })),
+        Err(fulgurite::Error::Unsupported(_)) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn on_gpu(
+    args: &ExplainArgs,
+    problem: &Problem,
+    (explained, predicted): (&Explained, Option<Prediction>),
+) -> Result<OnGpu, Failure> {
     let busiest = explained.units.first().map_or(1.0, |(_, cycles)| cycles.max(1e-9));
     let units =
         explained.units.iter().map(|&(name, cycles)| Unit { name, cycles_a_block: cycles, share: cycles / busiest });
@@ -184,6 +228,7 @@ fn on_gpu(args: &ExplainArgs, problem: &Problem, explained: &Explained) -> Resul
         other_launches_us: explained.other_launches_seconds * 1e6,
         bound_us: explained.bound_seconds * 1e6,
         bound_tflops: args.flops(problem) / explained.bound_seconds.max(1e-12) / 1e12,
+        predicted,
         measured_us: measure(args, problem)?.map(|seconds| seconds * 1e6),
     })
 }
@@ -250,6 +295,11 @@ fn text(results: &Results) -> String {
                 "  bound      {bound:.1} us, {tflops:.0} TFLOP/s: the busiest unit alone, {} at full clock",
                 results.gpu
             ));
+            if let Some(Prediction { us, tflops, gigahertz, block_cycles, bound, .. }) = &found.predicted {
+                lines.push(format!(
+                    "  predicted  {us:.1} us, {tflops:.0} TFLOP/s: {block_cycles:.0} cycles for a {block} at {gigahertz:.2} GHz; bound by {bound}"
+                ));
+            }
             if let Some(us) = found.measured_us {
                 lines.push(format!("  measured   {us:.1} us, {:.0} % of the bound", bound / us * 100.0));
             }

@@ -9,7 +9,7 @@ use crate::device::OnDevice;
 use crate::engine::{Engine, Run};
 use crate::profile::Tables;
 use fulgurite_core::{DType, Inputs, Problem, ProblemBuilder, Saved, Tensor};
-use fulgurite_ptx::{Arch, Target};
+use fulgurite_ptx::{Arch, Kernel, Target};
 use fulgurite_sim::{Architecture, Options, Order, Sim};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -167,6 +167,14 @@ fn least_squares(of: &[[f64; UNKNOWNS]], y: &[f64]) -> [f64; UNKNOWNS] {
     std::array::from_fn(|i| if rows[i][i].abs() < 1e-9 { 0.0 } else { rows[i][UNKNOWNS] / rows[i][i] })
 }
 
+/// CTAs of a kernel that fit on an SM, by registers and shared memory. Each CTA takes 1 KB of shared memory more than it
+/// requests.
+pub(crate) fn ctas_per_sm(kernel: &Kernel) -> usize {
+    let arch = &kernel.target.arch;
+    let registers = Kernel::entry_registers(kernel.target, kernel.threads) * kernel.threads;
+    (arch.registers / registers.max(1)).min(arch.shared_per_sm / (kernel.shared_bytes + 1024)).max(1) as usize
+}
+
 /// Cycles until all tiles are done. Each of `workers` takes the next tile when it has finished one, the longest first.
 pub(crate) fn makespan(mut blocks: Vec<u64>, times: usize, workers: usize, cycles: &TileCycles) -> f64 {
     blocks.sort_unstable_by_key(|&n| Reverse(n));
@@ -209,7 +217,7 @@ pub struct Board {
 }
 
 impl Board {
-    /// H200. The highest clock is NVIDIA's. `busy_gigahertz`, `exponent` and `overlap` are fitted to a part of the measured
+    /// H200. The highest clock is NVIDIA's. `busy_gigahertz`, `exponent` and `overlap` are set by hand to a part of the measured
     /// forward cells (docs/lab/016-cycle-model.md), the others are assumed.
     pub const H200: Board = Board {
         most_gigahertz: 1.98,

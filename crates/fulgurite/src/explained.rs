@@ -193,7 +193,7 @@ pub fn predict(
         return Err(refuse(NoKernel { feature: "a prediction for few queries".into() }).into());
     };
     let rows = plan.tile_rows();
-    let ctas_per_sm = plan.sync_config().map_or(1, |config| config.blocks as usize);
+    let ctas_per_sm = cycles::ctas_per_sm(&kernel);
     // The tile configuration of the whole problem, not that of a short sequence.
     let keys = ForwardPlan::keys_seen(&problem);
     let Tables { forward, sync, backward } = tables.clone();
@@ -240,7 +240,8 @@ pub fn predict_backward(
     let plan = Backward::plan(&problem, &options, target, tables).map_err(refused)?;
     let kernels = plan.kernels(target).map_err(unbuilt)?;
     let (kernel, config) = (&kernels.main, plan.config());
-    let played = Played { kernel: &kernel.name, target, ctas_per_sm: 1, cluster: kernel.cluster };
+    let ctas_per_sm = cycles::ctas_per_sm(kernel);
+    let played = Played { kernel: &kernel.name, target, ctas_per_sm, cluster: kernel.cluster };
     let samples = cycles::BACKWARD.map(|[steps, tiles]| {
         let sizes = [1, steps * config.rows as usize, tiles * config.keys() as usize];
         let problem = cycles::tiles_of(builder, sizes)?;
