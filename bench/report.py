@@ -120,16 +120,20 @@ def gpu_page(machine, models, drawn, grids):
     return "\n\n".join(parts) + "\n"
 
 
+def spread(ratios):
+    return f"{rounded_down(min(ratios))} to {rounded_down(max(ratios))}"
+
+
 def gpu_readme(models, drawn, grids):
     ratios = {part: [ratio(row[part]) for row in models if ratio(row[part]) is not None] for part in PASSES}
     others = {part: [ratio(row[part]) for row in drawn] for part in PASSES}
     text = [
         models_table(models[:6]),
         f"NVIDIA H200, bf16, causal, TFLOP/s; in brackets the fastest of {contenders(models)}. Over {len(models)} models the ratio is "
-        f"{min(ratios['forward']):.2f} to {max(ratios['forward']):.2f} forward and {min(ratios['backward']):.2f} to {max(ratios['backward']):.2f} "
-        f"backward. Over {len(drawn)} random shapes its geometric mean is {mean(others['forward']):.2f} and {mean(others['backward']):.2f}; the slowest "
-        f"shapes have {min(others['forward']):.2f} and {min(others['backward']):.2f}. Over the usual grid, FlashAttention-4 included, the mean is "
-        f"{mean([row['ratio'] for row in grids[0]]):.2f} and {mean([row['ratio'] for row in grids[1]]):.2f}. "
+        f"{spread(ratios['forward'])} forward and {spread(ratios['backward'])} "
+        f"backward. Over {len(drawn)} random shapes its geometric mean is {rounded_down(mean(others['forward']))} and {rounded_down(mean(others['backward']))}; the slowest "
+        f"shapes have {rounded_down(min(others['forward']))} and {rounded_down(min(others['backward']))}. Over square problems, beside cuDNN and FlashAttention-4, "
+        f"the mean is {rounded_down(mean([row['ratio'] for row in grids[0]]))} and {rounded_down(mean([row['ratio'] for row in grids[1]]))}. "
         "[All tables](docs/lab/results/gpu.md).",
     ]
     return "\n\n".join(text)

@@ -1,7 +1,7 @@
 //! Calls with arrays on a GPU: the arrays stay there, and the launches go on the caller's stream.
 //!
 //! This module describes arrays as device tensors and finds the session of their GPU. The session does everything else,
-//! including checks: it makes the checks of the CPU, except those that would read device memory (offsets, lengths, indices).
+//! including checks: those of the CPU, except what would read device memory (offsets, lengths, indices).
 
 use crate::array::{Array, refuse, refuse_forward, wrong};
 use crate::description::{Description, Role};

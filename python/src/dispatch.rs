@@ -70,14 +70,20 @@ impl<'a> Call<'a> {
     /// Fills o, and lse if it is given.
     pub fn forward(&self, py: Python<'_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
         on_host([("out", o)].into_iter().chain(lse.map(|lse| ("lse", lse))))?;
-        py.detach(|| self.with_outputs(o, lse, |inputs, outputs| self.engine_forward(inputs, outputs)))
+        py.detach(|| self.with_outputs(o, lse, |inputs, outputs| self.engine_forward(inputs, outputs, &Run::default())))
     }
 
-    fn engine_forward(&self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> PyResult<()> {
-        if self.problem.computes_with_loads() {
-            in_32_bits(inputs.bind(&self.problem).map_err(|e| refuse_forward(e.into()))?.past_32_bits())?;
+    fn engine_forward(&self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>, run: &Run<'_>) -> PyResult<()> {
+        self.check_32_bits(inputs)?;
+        self.description.engine.forward_into(&self.problem, inputs, outputs, run).map_err(refuse_forward)
+    }
+
+    /// Refuses integers that an expression loads and computes with, if the results could leave 32 bits.
+    fn check_32_bits(&self, inputs: &Inputs<'_>) -> PyResult<()> {
+        if !self.problem.computes_with_loads() {
+            return Ok(());
         }
-        self.description.engine.forward_into(&self.problem, inputs, outputs, &Run::default()).map_err(refuse_forward)
+        in_32_bits(inputs.bind(&self.problem).map_err(|e| refuse_forward(e.into()))?.past_32_bits())
     }
 
     /// The problem that the arrays and the description define.
@@ -89,7 +95,7 @@ impl<'a> Call<'a> {
     pub fn time(&self, o: &Array, times: usize) -> PyResult<f64> {
         self.with_outputs(o, None, |inputs, outputs| {
             let start = Instant::now();
-            (0..times).try_for_each(|_| self.engine_forward(inputs, outputs))?;
+            (0..times).try_for_each(|_| self.engine_forward(inputs, outputs, &Run::default()))?;
             Ok(start.elapsed().as_secs_f64())
         })
     }
@@ -213,6 +219,7 @@ impl<'a> Call<'a> {
             };
             let views = names().zip(gradients).map(|(name, array)| array.view_mut(name, &mut claims));
             let mut results = self.description.gradient_outputs(&self.problem, views)?;
+            self.check_32_bits(&inputs)?;
             self.description
                 .engine
                 .backward_into(&self.problem, &inputs, &saved, &mut results, &Run::default())
@@ -379,8 +386,7 @@ pub fn counted(
     let tally = Tally::default();
     py.detach(|| {
         call.with_outputs(&to, Some(&to_lse), |inputs, outputs| {
-            let run = Run::default().tally(&tally);
-            description.engine.forward_into(&call.problem, inputs, outputs, &run).map_err(refuse_forward)
+            call.engine_forward(inputs, outputs, &Run::default().tally(&tally))
         })
     })?;
     let counters = tally.counters();

@@ -5,11 +5,13 @@ use fulgurite::gpu::{Backward, CheckedCall, Forward, Gpu, Operator, ResultType};
 use fulgurite_core::lru::Lru;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Number of calls of a description that are repeated without checks: the layers of a model.
-const MAX_CALLS: usize = 64;
+/// Number of calls of a description that are repeated without checks. It exceeds the layers of a large model, because a
+/// cache that is walked in a circle longer than itself never hits.
+const MAX_CALLS: usize = 128;
 
-/// The last calls of a description on GPUs. The arrays of a call determine its problem and the outcome of all checks, so a
-/// call with the same arrays and the same kind of results skips them.
+/// The last calls of a description on GPUs. The description and the types, shapes, strides and addresses of the arrays determine
+/// the problem and every check; contents are not checked on a GPU. So a call with the same arrays and the same kind of results
+/// skips the checks.
 #[derive(Default)]
 pub struct RecentCalls {
     forward: [Calls<Forward>; 3],
@@ -19,16 +21,16 @@ pub struct RecentCalls {
 impl RecentCalls {
     /// Calls of forward with these results.
     pub fn forward(&self, results: ResultType) -> &Calls<Forward> {
-        &self.forward[place(results)]
+        &self.forward[slot(results)]
     }
 
     /// Calls of backward with these results.
     pub fn backward(&self, results: ResultType) -> &Calls<Backward> {
-        &self.backward[place(results)]
+        &self.backward[slot(results)]
     }
 }
 
-fn place(results: ResultType) -> usize {
+fn slot(results: ResultType) -> usize {
     match results {
         ResultType::Input => 0,
         ResultType::F32 => 1,

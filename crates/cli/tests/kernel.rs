@@ -118,7 +118,7 @@ fn a_missing_assembler_says_where_to_get_it() {
 #[test]
 fn every_kernel_assembles_cleanly() {
     let Some(ptxas) = ptxas() else { return };
-    for arch in ["sm_90a", "sm_80"] {
+    for (arch, least) in [("sm_90a", 60), ("sm_80", 40), ("sm_100a", 70), ("sm_103a", 70)] {
         let args = ["kernel", "assemble", "--all", "--json", "--arch", arch];
         let done = with(&args, &[("PTXAS", &ptxas)]);
         assert_eq!((done.code, done.err.as_str()), (0, ""), "{}", done.out);
@@ -128,7 +128,7 @@ fn every_kernel_assembles_cleanly() {
         assert_eq!(add["name"], "vector_add");
         assert!(add["report"]["registers"].as_u64().unwrap() > 0, "{add}");
         let assembled = results["kernels"].as_array().unwrap().iter().filter(|k| k["refused"].is_null()).count();
-        assert!(assembled >= if arch == "sm_90a" { 9 } else { 1 }, "{results}");
+        assert!(assembled >= least, "{arch}: {assembled}: {results}");
     }
     let table = with(&["kernel", "assemble", "gemm-bf16-nt", "--ptxas", &ptxas], &[]);
     assert_eq!(table.code, 0, "{}", table.err);

@@ -272,6 +272,14 @@ pub enum InputError {
         /// Stride of the last axis.
         got: usize,
     },
+    /// A tensor that is written shares memory with another one.
+    #[error("`{arg}` shares memory with `{other}`; write into a tensor of its own")]
+    Shared {
+        /// Name of the tensor that is written.
+        arg: String,
+        /// Name of the other tensor.
+        other: String,
+    },
     /// A tensor that the problem needs is missing.
     #[error("`{arg}` was not given, the problem needs it; {hint}")]
     Missing {

@@ -35,6 +35,7 @@ mod quantisable;
 pub mod random;
 pub mod skip;
 mod skip_clusters;
+mod skip_means;
 mod skip_text;
 pub mod tensor;
 mod walk;
@@ -51,5 +52,5 @@ pub use outputs::{Forward, GradientOutputs, Gradients, Outputs, Saved};
 pub use precision::{Delta, GroupAttention, Int8Attention, Precision, PrecisionError};
 pub use problem::{AuxGradient, Layout, Packed, Problem, ProblemBuilder, Side};
 pub use tensor::{
-    Data, DataMut, DeviceId, DeviceMemory, Place, Storable, Tensor, TensorError, TensorView, TensorViewMut,
+    Data, DataMut, DeviceId, DeviceMemory, Footprint, Place, Storable, Tensor, TensorError, TensorView, TensorViewMut,
 };

@@ -19,6 +19,7 @@ use crate::mask::Mask;
 use crate::precision::Precision;
 use crate::problem::{Problem, ProblemBuilder, Side};
 use crate::skip_clusters::Clusters;
+use crate::skip_means::TileMeans;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -51,7 +52,7 @@ pub enum Proxy {
         /// Similarity from -1 to 1; 0.6 is usual.
         similarity: f32,
     },
-    /// The `share` of tiles with the largest values.
+    /// The `share` of a row's tiles, rounded up: those with the largest values. Tiles that are kept in any case count.
     Top {
         /// Share from 0 to 1; 0.5 is usual.
         share: f32,
@@ -171,7 +172,12 @@ impl SkipProblem {
 
     /// Checks that tensors fit, and binds them.
     pub fn bind<'a>(&'a self, inputs: &Inputs<'a>) -> Result<SkipBound<'a>, InputError> {
-        Ok(SkipBound { problem: self, bound: inputs.bind(&self.base)?, clusters: None })
+        let bound = inputs.bind(&self.base)?;
+        let [rows, cols] = self.skip.tile;
+        let means = self.skip.proxy.map(|_| {
+            Arc::new([(Side::Query, rows), (Side::Key, cols)].map(|(side, rows)| TileMeans::new(&bound, side, rows)))
+        });
+        Ok(SkipBound { problem: self, bound, means, clusters: None })
     }
 }
 
@@ -214,11 +220,22 @@ impl HeadClass {
     }
 }
 
+/// Tiles with the logarithm of their weight, and tiles that a proxy does not represent.
+type Weighed = (Vec<(usize, f64)>, Vec<usize>);
+
+/// Number of tiles in a share of `n`, rounded up. `share` may exceed the decimal number that the caller wrote by half a
+/// unit in its last place, so 0.4 of 10 is 4.
+fn share_of(share: f32, n: usize) -> usize {
+    (f64::from(share) * n as f64 * (1.0 - f64::from(f32::EPSILON))).ceil() as usize
+}
+
 /// Tensors that fit the problem.
 #[derive(Debug, Clone)]
 pub struct SkipBound<'a> {
     problem: &'a SkipProblem,
     bound: Bound<'a>,
+    /// Means of the tiles of q and k, if there is a proxy.
+    means: Option<Arc<[TileMeans; 2]>>,
     clusters: Option<Arc<Clusters>>,
 }
 
@@ -309,73 +326,73 @@ impl<'a> SkipBound<'a> {
         }
         counts.by_class += tiles.len() as u64;
         if let Some(proxy) = skip.proxy {
-            tiles = self.select(proxy, s, head, rows, tiles);
+            tiles = self.select(proxy, s, head, tile, tiles);
         }
         counts.by_proxy += tiles.len() as u64;
         tiles
     }
 
     /// Level 2: means of tiles represent their rows, or clusters represent keys.
-    fn select(&self, proxy: Proxy, s: &Sequence, head: usize, rows: Range<usize>, tiles: Vec<usize>) -> Vec<usize> {
-        let problem = &self.problem.base;
-        let (d, cols) = (problem.head_dim(), self.problem.skip.tile[1]);
-        let summary = |view: &crate::TensorView<'_>, side: Side, head: usize, range: Range<usize>| {
-            let at = self.bound.row_layout(view.strides(), s, side);
-            let (mut mean, mut unit) = (vec![0.0f64; d], vec![0.0f64; d]);
-            let n = range.len() as f64;
-            for i in range {
-                let row: Vec<f64> = (0..d).map(|c| view.at(at.at(i, head) + c)).collect();
-                let length = row.iter().map(|x| x * x).sum::<f64>().sqrt().max(1e-30);
-                for c in 0..d {
-                    mean[c] += row[c] / n;
-                    unit[c] += row[c] / length / n;
-                }
+    fn select(&self, proxy: Proxy, s: &Sequence, head: usize, tile: usize, tiles: Vec<usize>) -> Vec<usize> {
+        let rows = self.tile_rows(s, tile);
+        let cols = self.problem.skip.tile[1];
+        let Some((scored, mut keep)) = self.weigh(proxy, s, head, tile, &tiles) else { return tiles };
+        let diagonal = |q: usize| (q + s.k_len).saturating_sub(s.q_len).min(s.k_len.max(1) - 1) / cols;
+        let (first, last) = (diagonal(rows.start), diagonal(rows.end - 1));
+        let always = |t: usize| (first..=last).contains(&t) || (t == 0 && self.problem.skip.first_tile);
+        keep.extend(scored.iter().map(|x| x.0).filter(|&t| always(t)));
+        let top = scored.iter().map(|x| x.1).fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = scored.iter().map(|x| (x.1 - top).exp()).sum();
+        let mut best = scored;
+        best.sort_by(|x, y| y.1.total_cmp(&x.1).then(x.0.cmp(&y.0)));
+        let chosen: Vec<usize> = match proxy {
+            // Tiles that are kept in any case count, so the share kept is the share asked for.
+            Proxy::Top { share, .. } => {
+                let rest = share_of(share, tiles.len()).saturating_sub(keep.len());
+                best.iter().map(|x| x.0).filter(|&t| !always(t)).take(rest).collect()
             }
-            // The mean of the Gram matrix of unit rows is the squared norm of their mean.
-            (mean, unit.iter().map(|x| x * x).sum::<f64>())
+            Proxy::Mass { mass, .. } => {
+                let mut before = 0.0;
+                let within = |x: &&(usize, f64)| {
+                    let within = before <= f64::from(mass);
+                    before += (x.1 - top).exp() / total;
+                    within
+                };
+                best.iter().take_while(within).map(|x| x.0).filter(|&t| !always(t)).collect()
+            }
         };
+        keep.extend(chosen);
+        keep.sort_unstable();
+        keep
+    }
+
+    /// The logarithm of each tile's weight for a tile of rows, up to a constant, and the tiles that the proxy does not
+    /// represent. `None` if it does not represent the rows.
+    fn weigh(&self, proxy: Proxy, s: &Sequence, head: usize, tile: usize, tiles: &[usize]) -> Option<Weighed> {
+        if let Some(clusters) = &self.clusters {
+            return Some(clusters.speak(&self.bound, s, head, self.tile_rows(s, tile), tiles));
+        }
+        let problem = &self.problem.base;
         let similarity = f64::from(match proxy {
             Proxy::Mass { similarity, .. } | Proxy::Top { similarity, .. } => similarity,
         });
-        let diagonal = |q: usize| (q + s.k_len).saturating_sub(s.q_len).min(s.k_len.max(1) - 1) / cols;
-        let kept = |t: usize| {
-            (diagonal(rows.start)..=diagonal(rows.end - 1)).contains(&t) || (t == 0 && self.problem.skip.first_tile)
-        };
-        let (mut scored, mut keep) = (Vec::new(), Vec::new());
-        if let Some(clusters) = &self.clusters {
-            (scored, keep) = clusters.speak(&self.bound, s, head, rows.clone(), &tiles);
-        } else {
-            let (q, own) = summary(self.bound.q(), Side::Query, head, rows.clone());
-            if own <= similarity {
-                return tiles;
-            }
-            for &t in &tiles {
-                let keys = t * cols..((t + 1) * cols).min(s.k_len);
-                let (k, alike) = summary(self.bound.k(), Side::Key, head / problem.group(), keys);
-                if alike <= similarity {
-                    keep.push(t);
-                } else {
-                    let score = q.iter().zip(&k).map(|(x, y)| x * y).sum::<f64>() * f64::from(problem.scale());
-                    scored.push((t, score));
-                }
-            }
+        let [queries, keys] = &**self.means.as_ref().expect("bug in fulgurite: a proxy without means");
+        let own = queries.of(&self.bound, s, head, tile);
+        // Rows that are not finite are like no others.
+        if own.alike.is_nan() || own.alike <= similarity {
+            return None;
         }
-        let top = scored.iter().map(|x| x.1).fold(f64::NEG_INFINITY, f64::max);
-        let total: f64 = scored.iter().map(|x| (x.1 - top).exp()).sum();
-        scored.sort_by(|x, y| y.1.total_cmp(&x.1).then(x.0.cmp(&y.0)));
-        let (mut mass, n) = (0.0, scored.len());
-        for (i, (t, score)) in scored.into_iter().enumerate() {
-            let within = match proxy {
-                Proxy::Mass { mass: wanted, .. } => mass <= f64::from(wanted),
-                Proxy::Top { share, .. } => i < (f64::from(share) * n as f64).ceil() as usize,
-            };
-            mass += (score - top).exp() / total;
-            if within || kept(t) {
+        let (mut scored, mut keep) = (Vec::with_capacity(tiles.len()), Vec::new());
+        for &t in tiles {
+            let other = keys.of(&self.bound, s, head / problem.group(), t);
+            if other.alike > similarity {
+                let dot: f64 = own.mean.iter().zip(&other.mean).map(|(x, y)| x * y).sum();
+                scored.push((t, dot * f64::from(problem.scale())));
+            } else {
                 keep.push(t);
             }
         }
-        keep.sort_unstable();
-        keep
+        Some((scored, keep))
     }
 
     /// Lambda of a tile of rows.

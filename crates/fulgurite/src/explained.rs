@@ -4,6 +4,7 @@
 //! key tiles), and for a few more. The difference is the cost of one block for each unit of an SM. The busiest unit
 //! bounds the total time.
 
+use crate::cycles::{self, Board, Played, Predicted, Sample, Whole};
 use crate::device::OnDevice;
 use crate::engine::{Engine, Run};
 use crate::profile::Tables;
@@ -15,7 +16,7 @@ use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Share};
 use fulgurite_kernels::attention::decode::ROWS;
 use fulgurite_kernels::attention::forward::plan::{ConfigTable, ForwardPlan, NoKernel, TileConfig};
 use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Operator, Refusal};
-use fulgurite_ptx::{BuildError, Kernel, Target};
+use fulgurite_ptx::{BuildError, Kernel, Target, TensorUnit};
 use fulgurite_sim::{Architecture, Options, Sim};
 use std::sync::Arc;
 
@@ -139,6 +140,7 @@ pub fn explain_backward(
             "warpgroups share the columns of d_k, d_v and d_q, because whole rows need more registers than one \
                            warpgroup has"
         }
+        Share::Tensor => "d_k, d_v and d_q are in tensor memory; warpgroups share the queries of a step",
         Share::Warps32 | Share::Warps16 => "eight warps share the keys of a tile and the columns of d_k, d_v and d_q",
         Share::Pairs => {
             "warpgroups share the columns of d_k and d_v, and a pair of CTAs those of d_q, over the keys of both, which \
@@ -152,11 +154,7 @@ pub fn explain_backward(
     let from = origin(config, &tables.backward, longest.next_multiple_of(8), k_len as u64);
     let units = step_units(builder, &problem, config, Counted { kernel: &kernels.main.name, target, tables })?;
     let blocks = plan.steps_of_tiles();
-    // o, d_o and d_q in 16 bits; the f32 sums of d_q are zeroed before the kernel and read after it.
-    let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
-    // Parts of d_k and d_v are written and read once.
-    let rows = batch as f64 * problem.q_heads() as f64 * q_len as f64;
-    let bytes = rows * row_bytes as f64 + 2.0 * plan.head_part_bytes() as f64;
+    let bytes = around_backward(&problem, &plan, [batch, q_len]);
     let gpu = Architecture::of(&target.arch);
     let other_launches_seconds = bytes / (gpu.global_bytes * f64::from(gpu.arch.sms) * gpu.gigahertz * 1e9);
     Ok(Explained {
@@ -173,6 +171,109 @@ pub fn explain_backward(
         bound_seconds: bound(&units, blocks, target) + other_launches_seconds,
         units,
     })
+}
+
+/// Predicts the time of forward attention on a problem, given by its builder and its sizes, for a caller that does not read
+/// the LSE. `unit` is the one that multiplies matrices; `None` means the fastest.
+pub fn predict(
+    builder: &ProblemBuilder,
+    sizes: [usize; 3],
+    target: Target,
+    tables: &Tables,
+    unit: Option<TensorUnit>,
+) -> Result<Predicted, Error> {
+    let [batch, q_len, k_len] = sizes;
+    let problem = builder.clone().dense(batch, q_len, k_len).build()?;
+    let options = ForwardOptions { lse: false, unit, ..ForwardOptions::default() };
+    let plan = Forward::plan(&problem, &options, target, tables).map_err(refused)?;
+    let kernel = plan.kernel(target).map_err(unbuilt)?;
+    let cols = plan.config().map(|config| config.cols);
+    let cols = cols.or(plan.sync_config().map(|config| config.cols)).or(plan.tensor_config().map(|config| config.cols));
+    let (Some(cols), None) = (cols, plan.decode_config()) else {
+        return Err(refuse(NoKernel { feature: "a prediction for few queries".into() }).into());
+    };
+    let rows = plan.tile_rows();
+    let ctas_per_sm = plan.sync_config().map_or(1, |config| config.blocks as usize);
+    // The tile configuration of the whole problem, not that of a short sequence.
+    let keys = ForwardPlan::keys_seen(&problem);
+    let Tables { forward, sync, backward } = tables.clone();
+    let tables = Tables { forward: forward.as_for(keys), sync: sync.as_for(keys), backward };
+    let played = Played { kernel: &kernel.name, target, ctas_per_sm, cluster: kernel.cluster };
+    let samples = cycles::FORWARD.map(|[tiles, blocks]| {
+        let sizes = [tiles * ctas_per_sm, rows as usize, blocks * cols as usize];
+        let problem = cycles::tiles_of(builder, sizes)?;
+        Ok::<_, Error>(Sample {
+            problem,
+            backward: false,
+            tiles: tiles as u64,
+            blocks: (tiles * blocks) as u64,
+            rows: 0,
+        })
+    });
+    let samples = samples.into_iter().collect::<Result<Vec<Sample>, Error>>()?;
+    let cycles = played.tiles(|sim| cycles::forward_engine(sim, tables.clone()).with_unit(unit), &samples)?;
+    let elements = [problem.q_shape(), problem.k_shape(), problem.v_shape(), problem.o_shape()];
+    let bytes = elements.iter().map(|shape| shape.iter().product::<usize>()).sum::<usize>() as f64;
+    let whole = Whole {
+        blocks: tile_blocks(&problem, [rows, cols]),
+        pairs: problem.batch() * problem.q_heads(),
+        rows: 0,
+        bytes: bytes * problem.dtype().size_bytes() as f64,
+        other_seconds: 0.0,
+        launches: 1,
+    };
+    Ok(cycles::compose(&played, cycles, whole))
+}
+
+/// Predicts the time of the gradients of a problem, given by its builder and its sizes. `unit` is the one that multiplies
+/// matrices; `None` means the fastest.
+pub fn predict_backward(
+    builder: &ProblemBuilder,
+    sizes: [usize; 3],
+    target: Target,
+    tables: &Tables,
+    unit: Option<TensorUnit>,
+) -> Result<Predicted, Error> {
+    let [batch, q_len, k_len] = sizes;
+    let problem = builder.clone().dense(batch, q_len, k_len).build()?;
+    let options = BackwardOptions { unit, ..BackwardOptions::default() };
+    let plan = Backward::plan(&problem, &options, target, tables).map_err(refused)?;
+    let kernels = plan.kernels(target).map_err(unbuilt)?;
+    let (kernel, config) = (&kernels.main, plan.config());
+    let played = Played { kernel: &kernel.name, target, ctas_per_sm: 1, cluster: kernel.cluster };
+    let samples = cycles::BACKWARD.map(|[steps, tiles]| {
+        let sizes = [1, steps * config.rows as usize, tiles * config.keys() as usize];
+        let problem = cycles::tiles_of(builder, sizes)?;
+        let blocks =
+            Backward::plan(&problem, &options, target, tables).map_err(refused)?.with_config(config).steps_of_tiles();
+        Ok::<_, Error>(Sample { problem, backward: true, tiles: tiles as u64, blocks, rows: steps as u64 })
+    });
+    let samples = samples.into_iter().collect::<Result<Vec<Sample>, Error>>()?;
+    let cycles =
+        played.tiles(|sim| OnDevice::new(sim, None, tables.clone()).forcing(config).with_unit(unit), &samples)?;
+    let rates = Architecture::of(&target.arch);
+    let elements = [problem.q_shape(), problem.k_shape(), problem.v_shape(), problem.o_shape()];
+    let bytes = elements.iter().map(|shape| shape.iter().product::<usize>()).sum::<usize>() as f64;
+    let bytes = bytes * problem.dtype().size_bytes() as f64;
+    let around = around_backward(&problem, &plan, [batch, q_len]);
+    let whole = Whole {
+        blocks: plan.tile_steps(),
+        pairs: problem.batch() * problem.q_heads(),
+        rows: q_len.div_ceil(config.rows as usize) as u64,
+        bytes: 2.0 * bytes,
+        other_seconds: cycles::memory_seconds(&rates, &Board::of(&target.arch), around),
+        launches: 3,
+    };
+    Ok(cycles::compose(&played, cycles, whole))
+}
+
+/// Bytes that the launches around the main kernel of backward read and write.
+fn around_backward(problem: &Problem, plan: &BackwardPlan, [batch, q_len]: [usize; 2]) -> f64 {
+    // o, d_o and d_q in 16 bits; the f32 sums of d_q are zeroed before the kernel and read after it.
+    let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
+    // Parts of d_k and d_v are written and read once.
+    let rows = batch as f64 * problem.q_heads() as f64 * q_len as f64;
+    rows * row_bytes as f64 + 2.0 * plan.head_part_bytes() as f64
 }
 
 /// Says that blocks are skipped because of the mask's expression, if they are.
@@ -237,23 +338,30 @@ fn bound(units: &[(&'static str, f64)], blocks: u64, target: Target) -> f64 {
     busiest * blocks as f64 / f64::from(gpu.arch.sms) / (gpu.gigahertz * 1e9)
 }
 
+/// Number of key blocks that some row from `first` to `last` sees.
+fn blocks_of(problem: &Problem, first: usize, last: usize, cols: u32) -> u64 {
+    let (q_len, k_len) = (problem.max_q_len(), problem.max_k_len());
+    let (start, end) = (problem.mask().keys(first, q_len, k_len).start, problem.mask().keys(last, q_len, k_len).end);
+    (end.max(start).div_ceil(cols as usize) - start / cols as usize).max(1) as u64
+}
+
+/// Key blocks of each tile of a head.
+fn tile_blocks(problem: &Problem, [rows, cols]: [u32; 2]) -> Vec<u64> {
+    let (q_len, rows) = (problem.max_q_len(), rows as usize);
+    (0..q_len).step_by(rows).map(|first| blocks_of(problem, first, (first + rows).min(q_len) - 1, cols)).collect()
+}
+
 /// Number of key blocks that some row of a tile sees, over all tiles.
 fn blocks(problem: &Problem, [rows, cols]: [u32; 2], decode: bool) -> u64 {
-    let (q_len, k_len) = (problem.max_q_len(), problem.max_k_len());
-    let of_rows = |first: usize, last: usize| {
-        let (start, end) =
-            (problem.mask().keys(first, q_len, k_len).start, problem.mask().keys(last, q_len, k_len).end);
-        (end.max(start).div_ceil(cols as usize) - start / cols as usize).max(1) as u64
-    };
+    let q_len = problem.max_q_len();
     if q_len == 0 {
         return 0;
     }
     let batch = problem.batch() as u64;
     match decode {
-        true => of_rows(0, q_len - 1).saturating_mul(batch).saturating_mul(problem.kv_heads() as u64),
+        true => blocks_of(problem, 0, q_len - 1, cols).saturating_mul(batch).saturating_mul(problem.kv_heads() as u64),
         false => {
-            let tiles = (0..q_len).step_by(rows as usize);
-            let a_head: u64 = tiles.map(|first| of_rows(first, (first + rows as usize).min(q_len) - 1)).sum();
+            let a_head: u64 = tile_blocks(problem, [rows, cols]).iter().sum();
             a_head.saturating_mul(batch).saturating_mul(problem.q_heads() as u64)
         }
     }

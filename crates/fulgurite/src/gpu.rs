@@ -36,7 +36,8 @@ pub use fulgurite_ptx::assemble::{
 };
 pub use fulgurite_ptx::{Arch, BuildError, Kernel, Major, Number, Target, TensorUnit};
 // Explanations, profiles and the search for better tile configurations.
-pub use crate::explained::{Explained, explain, explain_backward};
+pub use crate::cycles::{Board, Predicted, TileCycles};
+pub use crate::explained::{Explained, explain, explain_backward, predict, predict_backward};
 pub use crate::profile::{Measured, Pass, Profile, ProfileError, ProfileSource, Tried};
 pub use crate::ranks::{Link, RankBytes, RankProblem, RankTimes, RanksExplained, StepSeconds, explain_ranks};
 pub use crate::tune::{SearchCell, TuneError, tune};

@@ -33,6 +33,7 @@ mod adder;
 mod attention;
 mod choice;
 mod cpu;
+mod cycles;
 mod device;
 mod engine;
 mod error;

@@ -93,6 +93,14 @@ pub enum SimError {
         /// Allowed values, as text.
         allowed: String,
     },
+    /// A tensor of these sizes has too many elements.
+    #[error("{what} is {got}, allowed: up to {MAX_ELEMENTS} elements; a simulator is slow")]
+    Elements {
+        /// The sizes that are multiplied.
+        what: &'static str,
+        /// Their product.
+        got: u64,
+    },
     /// The kernel cannot be built.
     #[error(transparent)]
     Build(#[from] BuildError),
@@ -108,6 +116,33 @@ pub enum SimError {
     /// The launch was rejected before it started.
     #[error(transparent)]
     Device(#[from] DeviceError),
+}
+
+/// Elements of a tensor that the simulator takes: it walks them one by one, and keeps their bytes several times.
+const MAX_ELEMENTS: u64 = 1 << 28;
+/// Extra elements of a row of a matrix, in units of eight.
+const MAX_PADDING: u32 = 1 << 10;
+
+impl Sizes {
+    /// Refuses sizes whose tensors the simulator could not hold, before it asks for their memory.
+    fn check_elements(&self) -> Result<(), SimError> {
+        // Head dims are at most 512.
+        let rows = |len: u32, heads: u32| [self.batch, len, heads, 512];
+        let matrix = |rows: u32, cols: u32| [self.batch, rows, cols, 1];
+        for (what, sizes) in [
+            ("batch x m x n", matrix(self.m, self.n)),
+            ("batch x m x k", matrix(self.m, self.k)),
+            ("batch x n x k", matrix(self.n, self.k)),
+            ("batch x q-len x heads x 512", rows(self.q_len, self.heads)),
+            ("batch x k-len x heads x 512", rows(self.k_len, self.heads.max(self.kv_heads))),
+        ] {
+            let got = sizes.iter().fold(1u64, |all, &n| all.saturating_mul(u64::from(n)));
+            if got > MAX_ELEMENTS {
+                return Err(SimError::Elements { what, got });
+            }
+        }
+        Ok(())
+    }
 }
 
 impl From<Error> for SimError {
@@ -166,13 +201,16 @@ pub struct Difference {
     pub problem: String,
     /// Number of elements of all results.
     pub elements: u64,
-    /// Number of elements whose bits differ; two NaN count as equal.
+    /// Number of elements that differ. Two NaN count as equal, and so do 0 and -0.
     pub unequal: u64,
     /// The largest distance between two elements, in representable numbers of the type (1 for neighbours).
     pub steps: u64,
 }
 
-/// Runs a kernel on two devices with the same random inputs, and compares the bits of the results.
+/// Runs a kernel on two devices with the same random inputs, and compares the results.
+///
+/// Of the kernels of gradients only the main one has results that can be compared (d_k and d_v); for others `elements` is 0.
+/// Sizes that the kernel does not take are [`SimError::Size`].
 ///
 /// ```
 /// use fulgurite::sim::{Options, Sim, Sizes, compare};
@@ -242,8 +280,8 @@ fn steps_between(number: Number, a: &[u8], b: &[u8]) -> u64 {
     if a.abs() > infinity && b.abs() > infinity { 0 } else { a.abs_diff(b) }
 }
 
-/// Runs a kernel of [`kernels`](crate::gpu::kernels) on random inputs. The report contains the kernel's errors; an
-/// `Err` means that nothing ran.
+/// Runs a kernel of [`kernels`](crate::gpu::kernels) on random inputs. The report is that of the named kernel and contains its
+/// errors. An `Err` means that it did not run; launches before it may have.
 pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulated, SimError> {
     let sim = Sim::on(target_of(name), options.clone());
     let prepared = prepare(&sim, name, sizes, options.seed)?;
@@ -293,6 +331,9 @@ fn prepare<'a>(device: &'a dyn Device, name: &str, sizes: &Sizes, seed: u64) -> 
             return Err(SimError::Size { size, got, allowed: "1 to 2^20".into() });
         }
     }
+    if sizes.padding > MAX_PADDING {
+        return Err(SimError::Size { size: "padding", got: sizes.padding, allowed: format!("0 to {MAX_PADDING}") });
+    }
     if !matches!(sizes.cluster, 1 | 2) {
         return Err(SimError::Size { size: "cluster", got: sizes.cluster, allowed: "1, 2".into() });
     }
@@ -300,6 +341,7 @@ fn prepare<'a>(device: &'a dyn Device, name: &str, sizes: &Sizes, seed: u64) -> 
         let allowed = format!("divisors of the {} heads of queries", sizes.heads);
         return Err(SimError::Size { size: "kv-heads", got: sizes.kv_heads, allowed });
     }
+    sizes.check_elements()?;
     let session = Session::new(Arc::new(device), Tables::default());
     if sizes.blocks > 0 {
         session.set_sm_margin(device.multiprocessors().saturating_sub(sizes.blocks));
@@ -310,7 +352,10 @@ fn prepare<'a>(device: &'a dyn Device, name: &str, sizes: &Sizes, seed: u64) -> 
         Example::Product { number, layouts, unit, cluster } => maker.gemm(number, layouts, (unit, cluster)),
         Example::Attention {
             problem,
-            part: AttentionPart::Backward { launch } | AttentionPart::BackwardSync { launch },
+            part:
+                AttentionPart::Backward { launch }
+                | AttentionPart::BackwardSync { launch }
+                | AttentionPart::BackwardTensor { launch },
         } => maker.backward(problem, launch, example.unit()),
         Example::Attention { problem, part } => maker.forward(problem, part, example.unit()),
     }?;
@@ -370,7 +415,7 @@ impl Maker<'_> {
     where
         O::Plan: Clone,
     {
-        let call = CheckedCall::new(self.session.prepare::<O>(problem, options)?, tensors);
+        let call = CheckedCall::trusted(self.session.prepare::<O>(problem, options)?, tensors);
         if call.copies() {
             return Err(SimError::Problem("the tensors of these sizes have to be copied first".into()));
         }
@@ -523,7 +568,8 @@ impl Maker<'_> {
         for shape in shapes {
             memory.push(self.random(number, shape.iter().product())?);
         }
-        let lse = vec![f32::to_le_bytes(6.0 + (k_len as f32).ln()); (batch * heads * q_len) as usize].concat();
+        let lse_rows = [batch, heads, q_len].map(|n| n as usize).into_iter().product();
+        let lse = vec![f32::to_le_bytes(6.0 + (k_len as f32).ln()); lse_rows].concat();
         let lse_buffer = self.uploaded(&lse)?;
         let [q, k, v, o, d_o, d_q, d_k, d_v] =
             std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
@@ -538,8 +584,11 @@ impl Maker<'_> {
         let main = &call.prepared().executable().kernels().main;
         let is_main = before.get(at).is_some_and(|(_, launch)| Arc::ptr_eq(&launch.kernel, main));
         let results = if is_main { vec![(6, number), (7, number)] } else { Vec::new() };
+        if at >= before.len() {
+            return Err(SimError::Problem(format!("gradients of these sizes have {} launches", before.len())));
+        }
         before.truncate(at + 1);
-        let launch = before.pop().ok_or_else(|| SimError::Problem(format!("launch {at} has nothing to do")))?;
+        let launch = before.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
         memory.extend(others);
         Ok(Found { before, launch, problem: words, memory, results })
     }
@@ -554,7 +603,12 @@ impl Maker<'_> {
         let Sizes { batch, q_len, heads, kv_heads, .. } = self.sizes;
         let number = example.number;
         let group = heads / kv_heads;
-        if part == AttentionPart::Decode && q_len * group > decode::ROWS {
+        let decodes = u64::from(q_len) * u64::from(group) <= u64::from(decode::ROWS);
+        if part == AttentionPart::Decode && group > decode::ROWS {
+            let allowed = format!("up to {} per key/value head", decode::ROWS);
+            return Err(SimError::Size { size: "heads", got: heads, allowed });
+        }
+        if part == AttentionPart::Decode && !decodes {
             let allowed = format!("up to {} for {group} query heads per key/value head", decode::ROWS / group);
             return Err(SimError::Size { size: "q-len", got: q_len, allowed });
         }

@@ -1,6 +1,7 @@
 //! Tests of the library's interface, one program: a program for each file would link every crate below once more.
 
 mod common;
+mod cycles;
 mod decode;
 mod explain;
 mod modified;

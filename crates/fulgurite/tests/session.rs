@@ -1,8 +1,9 @@
 //! Sessions without a GPU: on the simulator, which computes, and on the driver of the tests, which keeps books.
 
 use fulgurite::gpu::{
-    Arch, Backward, BackwardOptions, Cuda, DeviceError, DeviceSpan, Forward, ForwardOptions, Gemm, GemmConfig, Layouts,
-    Major, Matrix, Number, Options, Product, ProductOptions, Session, Stream, Tables, Target, TensorUnit,
+    Arch, Backward, BackwardConfig, BackwardOptions, Cuda, DeviceError, DeviceSpan, Forward, ForwardOptions, Gemm,
+    GemmConfig, Layouts, Major, Matrix, Number, Options, Product, ProductOptions, ResultType, Session, Share, Stream,
+    Tables, Target, TensorUnit,
 };
 use fulgurite::{
     BlockLists, DType, Error, GradientOutputs, Inputs, Mask, Problem, ProblemBuilder, Saved, Tensor, TensorView,
@@ -117,6 +118,46 @@ fn tensors_on_the_simulator_are_used_in_place() {
     // The same tensors from host memory take the same way: the same bits.
     let copied = engine(fulgurite::Choice::Sim).unwrap().forward(&problem, &host, &fulgurite::Run::default()).unwrap();
     assert_eq!(copied, got);
+}
+
+/// A result in the memory of an input is refused, as on the CPU. Slices of one buffer that lie side by side are not.
+#[test]
+fn results_share_no_memory() {
+    let session = fake_session();
+    let device = session.device().clone();
+    let shape = [1, 5, 2, 64];
+    let problem = problem(5, 5).build().unwrap();
+    let prepared = session.prepare::<Forward>(&problem, &ForwardOptions::default()).unwrap();
+    // q, k, v and o side by side in every row.
+    let fused = held(&*device, bytes(&[5, 4, 2, 64], DType::Bf16));
+    let strides = [5 * 512, 512, 64, 1];
+    let part = |i: u64| DeviceSpan::new(&*device, fused.0.span().from(2 * 128 * i));
+    let parts = [0, 1, 2, 3].map(part);
+    let view = |i: usize| TensorView::on_device(&parts[i], DType::Bf16, &shape, Some(&strides)).unwrap();
+    let inputs = Inputs::new(view(0), view(1), view(2));
+    for i in 0..4 {
+        let mut o = TensorViewMut::on_device(&parts[i], DType::Bf16, &shape, Some(&strides)).unwrap();
+        let got = session.checked_forward(&prepared, &inputs, &mut o, None).map(|_| ()).map_err(|e| e.to_string());
+        let shared = |other: &str| Err(format!("`out` shares memory with `{other}`; write into a tensor of its own"));
+        assert_eq!(got, ["q", "k", "v"].get(i).map_or(Ok(()), |other| shared(other)));
+    }
+    let options = BackwardOptions::default();
+    let prepared = session.prepare::<Backward>(&problem, &options).unwrap();
+    let (rows, lse) = ([(); 4].map(|()| held(&*device, bytes(&shape, DType::Bf16))), held(&*device, 4 * 10));
+    let of = |i: usize| TensorView::on_device(&rows[i].0, DType::Bf16, &shape, None).unwrap();
+    let lse = TensorView::on_device(&lse.0, DType::F32, &[1, 2, 5], None).unwrap();
+    let saved = Saved { o: of(0), lse, d_o: view(3), d_lse: None };
+    let backward = |results: [&DeviceSpan; 3]| {
+        let [d_q, d_k, d_v] = results.map(|span| TensorViewMut::on_device(span, DType::Bf16, &shape, None).unwrap());
+        let mut gradients = GradientOutputs { d_q, d_k, d_v, d_sinks: None, d_aux: Vec::new() };
+        session.checked_backward(&prepared, &inputs, &saved, &mut gradients).map(|_| ()).map_err(|e| e.to_string())
+    };
+    let [_, a, b, c] = [0, 1, 2, 3].map(|i| &rows[i].0);
+    assert_eq!(backward([a, b, c]), Ok(()));
+    let twice = "`d_v` shares memory with `d_k`; write into a tensor of its own".to_string();
+    assert_eq!(backward([a, b, b]), Err(twice));
+    let over = "`d_q` shares memory with `o`; write into a tensor of its own".to_string();
+    assert_eq!(backward([&rows[0].0, b, c]), Err(over));
 }
 
 /// A known call plans nothing, compiles nothing, allocates nothing and encodes nothing.
@@ -435,4 +476,43 @@ fn a_configuration_without_a_kernel_is_refused() {
     let refused = session.prepare::<Forward>(&problem, &options).err().unwrap();
     assert!(refused.to_string().starts_with("engine cuda does not have a kernel with this tile configuration: "));
     assert!(matches!(refused, Error::Unsupported(_)));
+}
+
+/// Tiles that do not divide the blocks of a block mask would read the wrong lists.
+#[test]
+fn tiles_that_do_not_divide_the_blocks_are_refused() {
+    let session = fake_session();
+    let blocks = fulgurite::BlockSpec { rows: 128, cols: 128, batch: 1, heads: 1 };
+    let problem = problem(256, 256).block_mask(blocks).build().unwrap();
+    let usual = fulgurite::gpu::ForwardConfig::hopper(64, 256);
+    let prepare = |cols: u32| {
+        let config = fulgurite::gpu::ForwardConfig { groups: 2, cols, ..usual };
+        let options = ForwardOptions { config: Some(config), ..ForwardOptions::default() };
+        session.prepare::<Forward>(&problem, &options).map(|_| ()).map_err(|e| e.to_string())
+    };
+    assert_eq!(prepare(64), Ok(()));
+    for cols in [80, 96] {
+        let refused = prepare(cols).unwrap_err();
+        assert!(refused.contains(&format!("blocks of 128 x 128 with tiles of 128 x {cols}")), "{refused}");
+    }
+}
+
+/// A given configuration changes neither the results nor the tensor unit of gradients whose mask is an expression.
+#[test]
+fn a_given_configuration_of_gradients_keeps_results_and_unit() {
+    let session = fake_session();
+    let documents = (fulgurite::expr::q() / 100).equals(fulgurite::expr::k() / 100);
+    let problem = problem(4096, 4096).mask(Mask::custom(documents)).build().unwrap();
+    let plan = |config: BackwardConfig, results: ResultType| {
+        let options = BackwardOptions { config: Some(config), results, ..BackwardOptions::default() };
+        session.plan::<Backward>(&problem, &options)
+    };
+    let own = session.plan::<Backward>(&problem, &BackwardOptions::default()).unwrap();
+    assert!(own.expression_blocks().is_some());
+    // Steps of 48 queries lie in no block, so the blocks are given up.
+    let odd = plan(BackwardConfig { rows: 48, ..BackwardConfig::columns() }, ResultType::F32).unwrap();
+    assert_eq!((odd.expression_blocks(), odd.result_type()), (None, ResultType::F32));
+    let sync = BackwardConfig { share: Share::Warps16, ..BackwardConfig::columns() };
+    let refused = plan(sync, ResultType::Input).unwrap_err().to_string();
+    assert!(refused.contains("a tile configuration of mma.sync for wgmma"), "{refused}");
 }

@@ -131,6 +131,15 @@ fn gradients_of_the_table_are_right_by_mma_sync() {
     assert_eq!(ran, table.len() - REFUSED_BACKWARD);
 }
 
+/// The gradients of data-centre Blackwell; what `tcgen05` refuses runs by `mma.sync`.
+#[test]
+fn gradients_of_the_table_are_right_by_tcgen05() {
+    let table = table_without(cases::NOT_ON_GPU);
+    let (ran, wrong) = run_on(Choice::SimArch(Arch::SM_100A), &table, judge_gradients);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_eq!(ran, table.len() - REFUSED_BACKWARD);
+}
+
 /// Random mixtures of shapes and features, most of which kernels have: more of them with `FULGURITE_LONG`.
 fn random_problems(choice: Choice, judge: impl Fn(&dyn Engine, &Case) -> Verdict + Sync) {
     let drawn = (0..).map(|seed| cases::random(seed, if seed % 2 == 0 { DType::Bf16 } else { DType::F16 }));
@@ -154,6 +163,11 @@ fn gradients_of_random_problems_are_right() {
 #[test]
 fn gradients_of_random_problems_are_right_by_mma_sync() {
     random_problems(Choice::SimArch(Arch::SM_86), judge_gradients);
+}
+
+#[test]
+fn gradients_of_random_problems_are_right_by_tcgen05() {
+    random_problems(Choice::SimArch(Arch::SM_103A), judge_gradients);
 }
 
 /// What gradients by `mma.sync` lack is refused by name before anything runs.

@@ -174,7 +174,7 @@ impl Operator for Forward {
     ) -> Result<ForwardPlan, Refusal> {
         let ForwardOptions { sinks, rescale, config, sync_config, lse, unit, results } = *options;
         let mut plan = match choose_unit(target, unit)? {
-            TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?,
+            TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?.fitting(target.arch),
             TensorUnit::Tcgen05 => {
                 let own = match results {
                     ResultType::Input => ForwardPlan::tcgen05(problem, rescale, &ConfigTable::default()),
@@ -182,7 +182,9 @@ impl Operator for Forward {
                 };
                 match own {
                     // What this unit has no kernel for runs on the unit that every GPU has, unless the caller named one.
-                    Err(_) if unit.is_none() => ForwardPlan::mma_sync(problem, rescale, &tables.sync)?,
+                    Err(_) if unit.is_none() => {
+                        ForwardPlan::mma_sync(problem, rescale, &tables.sync)?.fitting(target.arch)
+                    }
                     plan => plan?,
                 }
             }
@@ -191,17 +193,23 @@ impl Operator for Forward {
         if !lse && results == ResultType::Input {
             plan = plan.without_lse();
         }
+        let other_unit = |given: TensorUnit, unit: TensorUnit| {
+            Err(NoKernel { feature: format!("a tile configuration of {given} for {unit}") }.into())
+        };
         if let Some(config) = config {
             if plan.config().is_none() {
-                return Err(NoKernel { feature: "a tile configuration of wgmma for mma.sync".into() }.into());
+                return other_unit(TensorUnit::Wgmma, plan.unit());
             }
             plan = plan.with_config(|usual| ForwardConfig { rescale: usual.rescale, ..config });
         }
         if let Some(config) = sync_config {
             if plan.sync_config().is_none() {
-                return Err(NoKernel { feature: "a tile configuration of mma.sync for wgmma".into() }.into());
+                return other_unit(TensorUnit::MmaSync, plan.unit());
             }
             plan = plan.with_sync_config(|usual| SyncConfig { rescale: usual.rescale, ..config });
+        }
+        if config.is_some() || sync_config.is_some() {
+            plan.check_tiles()?;
         }
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
@@ -331,22 +339,28 @@ impl Operator for Backward {
             match choose_unit(target, options.unit)? {
                 TensorUnit::Wgmma => BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?
                     .with_results(problem, &tables.backward, options.results)?,
-                TensorUnit::Tcgen05 if options.unit.is_some() => {
-                    return Err(NoKernel { feature: "gradients by tcgen05".into() }.into());
+                unit if options.results != ResultType::Input => {
+                    let unit = if options.unit.is_some() { unit } else { TensorUnit::MmaSync };
+                    return Err(NoKernel { feature: format!("f32 gradients by {unit}") }.into());
                 }
-                _ if options.results != ResultType::Input => {
-                    return Err(NoKernel { feature: "f32 gradients by mma.sync".into() }.into());
-                }
-                _ => BackwardPlan::mma_sync(problem, pass, target.arch)?,
+                TensorUnit::Tcgen05 => match BackwardPlan::tcgen05(problem, pass, target.arch) {
+                    Err(_) if options.unit.is_none() => BackwardPlan::mma_sync(problem, pass, target.arch)?,
+                    plan => plan?,
+                },
+                TensorUnit::MmaSync => BackwardPlan::mma_sync(problem, pass, target.arch)?,
             };
         let Some(config) = options.config else { return Ok(plan) };
-        let plan = match plan.takes(&config) {
-            Err(_) if plan.expression_blocks().is_some() => {
-                BackwardPlan::of_any_steps(problem, pass, &tables.backward, target.arch)?
-            }
-            taken => taken.map(|()| plan)?,
-        };
-        Ok(plan.with_config(config))
+        plan.check_unit(&config)?;
+        let optional = plan.expression_blocks().is_some() && config.share.unit() == TensorUnit::Wgmma;
+        if plan.check_steps(&config).is_err() && optional {
+            // Blocks that only an expression decides are optional: without them any steps will do.
+            let plan = BackwardPlan::of_any_steps(problem, pass, &tables.backward, target.arch)?
+                .with_results(problem, &tables.backward, options.results)?
+                .with_config(config);
+            return Ok(plan.checked()?);
+        }
+        plan.check_steps(&config)?;
+        Ok(plan.with_config(config).checked()?)
     }
 }
 

@@ -96,7 +96,7 @@ pub fn all() -> &'static [Entry] {
                 .concat();
         let forward = [FORWARD, FEATURES, FORWARD_SYNC, FORWARD_TENSOR].concat();
         let decode = [DECODE, DECODE_FEATURES].concat();
-        let backward = [BACKWARD, BACKWARD_SYNC, AUXILIARY].concat();
+        let backward = [BACKWARD, BACKWARD_SYNC, BACKWARD_TENSOR, AUXILIARY].concat();
         [OPERATORS.to_vec(), products, forward, decode, backward].concat()
     })
 }
@@ -203,7 +203,8 @@ fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
 fn planned(target: Target, example: AttentionExample, part: AttentionPart) -> Result<Kernel, BuildError> {
     let q_len = if part == AttentionPart::Decode { 4 } else { 8192 };
     let problem = example.problem([2, q_len, 8192], [16, 4]).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
-    example.plan(&problem, part).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}")).kernel(target)
+    let plan = example.plan(&problem, part).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
+    plan.fitting(target.arch).kernel(target)
 }
 
 /// Entries of forward attention in bf16 that are planned for their example.
@@ -293,36 +294,41 @@ const FORWARD_SYNC: &[Entry] = planned! {
     256 Blocks "blocks" "block mask over a causal one";
 };
 
-/// The main kernel of the gradients by `mma.sync`, planned for a call of 2 x 2048 tokens.
-fn planned_gradients(target: Target, example: AttentionExample) -> Result<Kernel, BuildError> {
+/// The main kernel of the gradients of an example by a tensor unit, planned for a call of 2 x 2048 tokens.
+fn planned_gradients(target: Target, example: AttentionExample, unit: TensorUnit) -> Result<Kernel, BuildError> {
     let problem = example.problem([2, 2048, 2048], [16, 4]).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
-    let plan = BackwardPlan::mma_sync(&problem, (false, Order::Any), target.arch);
+    let pass = (false, Order::Any);
+    let plan = match unit {
+        TensorUnit::Tcgen05 => BackwardPlan::tcgen05(&problem, pass, target.arch),
+        _ => BackwardPlan::mma_sync(&problem, pass, target.arch),
+    };
     let kernels = plan.unwrap_or_else(|e| panic!("bug in fulgurite: no {e}")).kernels(target)?;
     Ok(kernels.main.as_ref().clone())
 }
 
-/// Entries of the gradients by `mma.sync` in bf16, which are planned for their example.
-macro_rules! gradients_by_warps {
-    ($($dim:literal $feature:ident $name:literal $summary:literal $launch:literal;)*) => {
+/// Entries of the gradients by a tensor unit in bf16, which are planned for their example.
+macro_rules! planned_gradients {
+    ($unit:ident $part:ident $prefix:literal $by:literal: $($dim:literal $feature:ident $name:literal $summary:literal $launch:literal;)*) => {
         &[$(Entry {
-            name: concat!("backward-sync-bf16-d", $dim, "-", $name),
-            summary: concat!("gradients of attention by mma.sync, bf16, head_dim ", $dim, ", ", $summary),
+            name: concat!($prefix, "-bf16-d", $dim, "-", $name),
+            summary: concat!("gradients of attention by ", $by, ", bf16, head_dim ", $dim, ", ", $summary),
             build: |target| {
                 let example = AttentionExample { number: Number::Bf16, head_dim: $dim, feature: Feature::$feature };
-                planned_gradients(target, example)
+                planned_gradients(target, example, TensorUnit::$unit)
             },
             example: Some(attention_example(
                 Number::Bf16,
                 $dim,
                 Feature::$feature,
-                AttentionPart::BackwardSync { launch: $launch },
+                AttentionPart::$part { launch: $launch },
             )),
         },)*]
     };
 }
 
 /// Head dimensions up to 160 fit the shared memory of every GPU.
-const BACKWARD_SYNC: &[Entry] = gradients_by_warps! {
+const BACKWARD_SYNC: &[Entry] = planned_gradients! {
+    MmaSync BackwardSync "backward-sync" "mma.sync":
     64 Full "full" "no mask" 1;
     64 Causal "causal" "causal mask" 1;
     96 Full "full" "no mask" 1;
@@ -331,6 +337,24 @@ const BACKWARD_SYNC: &[Entry] = gradients_by_warps! {
     128 Causal "causal" "causal mask" 1;
     160 Full "full" "no mask" 1;
     160 Causal "causal" "causal mask" 1;
+    64 Softcap "softcap" "softcap" 1;
+    128 Softcap "softcap" "softcap" 1;
+    64 Alibi "alibi" "causal mask and ALiBi" 1;
+    128 Alibi "alibi" "causal mask and ALiBi" 1;
+    64 Documents "documents" "document mask" 1;
+    128 Documents "documents" "document mask" 1;
+    64 Packed "packed" "packed sequences under a causal mask" 1;
+    128 Packed "packed" "packed sequences under a causal mask" 1;
+};
+
+const BACKWARD_TENSOR: &[Entry] = planned_gradients! {
+    Tcgen05 BackwardTensor "backward-tensor" "tcgen05":
+    64 Full "full" "no mask" 1;
+    64 Causal "causal" "causal mask" 1;
+    96 Full "full" "no mask" 1;
+    96 Causal "causal" "causal mask" 1;
+    128 Full "full" "no mask" 1;
+    128 Causal "causal" "causal mask" 1;
     64 Softcap "softcap" "softcap" 1;
     128 Softcap "softcap" "softcap" 1;
     64 Alibi "alibi" "causal mask and ALiBi" 1;

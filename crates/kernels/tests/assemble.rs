@@ -2,13 +2,14 @@
 //! probe of the tensor cores.
 
 use fulgurite_core::expr::{batch, k, q};
-use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, expr};
+use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, Rescale, expr};
 use fulgurite_kernels::attention::backward::plan::BackwardPlan;
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
 use fulgurite_kernels::attention::forward::plan::{Added, ConfigTable, ForwardPlan, ResultType};
 use fulgurite_kernels::{probe, registry};
-use fulgurite_ptx::assemble::{Assembler, Hints};
-use fulgurite_ptx::{Arch, Kernel, Target, bf16, f16};
+use fulgurite_ptx::assemble::{Assembler, Fault, Hints};
+use fulgurite_ptx::kernel::Stmt;
+use fulgurite_ptx::{Arch, Kernel, Target, TensorUnit, bf16, f16};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -60,6 +61,21 @@ fn products_into_tensor_memory_assemble() {
     }
 }
 
+/// Gradients by `tcgen05` assemble for data-centre Blackwell within the registers of their roles.
+#[test]
+fn gradients_by_tensor_memory_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for arch in Arch::ALL.into_iter().filter(|arch| arch.tensor == TensorUnit::Tcgen05) {
+        for entry in registry::all().iter().filter(|entry| entry.name.starts_with("backward-tensor-")) {
+            let report = assembler.assemble(&(entry.build)(Target::new(arch)).unwrap()).unwrap();
+            println!("{arch} {}: {} registers", entry.name, report.registers);
+            wrong.extend(report.verdict().err().map(|faults| format!("{arch}, {}: {faults:.300?}", entry.name)));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
 /// What is wrong with a kernel. Problems share many of their kernels, and the assembler is what these tests wait for: it
 /// sees each text once.
 fn faults(assembler: &Assembler, kernel: &Kernel) -> Option<String> {
@@ -89,6 +105,77 @@ fn forward(assembler: &Assembler, problem: ProblemBuilder) -> Option<String> {
     let faults = faults(assembler, &kernel)?;
     let (d, layout, mask) = (problem.head_dim(), problem.layout(), problem.mask());
     Some(format!("{d}, {layout:?}, {mask:?}: {faults}"))
+}
+
+/// A kernel without its walls: without the branches that lead to a trap.
+fn without_walls(mut kernel: Kernel) -> Kernel {
+    fn walk(block: &mut Vec<Stmt>) {
+        block.retain_mut(|stmt| match stmt {
+            Stmt::If { then, .. } if matches!(&then[..], [Stmt::Op(op)] if op.inst.name == "trap") => false,
+            Stmt::If { then, otherwise, .. } => {
+                walk(then);
+                walk(otherwise);
+                true
+            }
+            Stmt::Loop { body, .. } => {
+                walk(body);
+                true
+            }
+            _ => true,
+        });
+    }
+    walk(&mut kernel.body);
+    kernel
+}
+
+/// Forward attention by `tcgen05` publishes p in parts. Without its walls the assembler computes all of p before it
+/// publishes the first part, under every rescale policy, and the build names the role and the line.
+#[test]
+fn a_publish_that_loses_its_wall_fails_the_build() {
+    let Some(assembler) = assembler() else { return };
+    if assembler.nvdisasm().is_none() {
+        println!("skipped: there is no disassembler");
+        return;
+    }
+    let policies = [Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT), Rescale::Lazy(8.0), Rescale::Always];
+    for (arch, rescale) in [Arch::SM_100A, Arch::SM_103A].into_iter().flat_map(|arch| policies.map(|r| (arch, r))) {
+        let problem = Problem::builder().dense(1, 700, 700).heads(2, 1).head_dim(128).dtype(DType::Bf16);
+        let problem = problem.mask(Mask::causal()).build().unwrap();
+        let plan = ForwardPlan::tcgen05(&problem, Some(rescale), &ConfigTable::default()).unwrap();
+        let kernel = plan.kernel(Target::new(arch)).unwrap();
+        let [publish] = &kernel.publishes[..] else { panic!("{:?}", kernel.publishes) };
+        assert_eq!(publish.role, "softmax");
+        assert_eq!(assembler.assemble(&kernel).unwrap().verdict(), Ok(()), "{arch}, {rescale:?}");
+        let line = format!("{}:{}: role `softmax` publishes", publish.at.file(), publish.at.line());
+        let faults = assembler.assemble(&without_walls(kernel)).unwrap().verdict().unwrap_err();
+        // The publish of a tile's first block, and that of the others.
+        assert!((1..=2).contains(&faults.len()), "{faults:?}");
+        for fault in faults {
+            let Fault::LatePublish(late) = &fault else { panic!("{fault:?}") };
+            println!("{arch}, {rescale:?}: {} of {}", late.early, late.exponentials);
+            assert!(late.exponentials == 32 && late.early > 8, "{late:?}");
+            assert!(fault.to_string().contains(&line), "{fault}");
+        }
+    }
+}
+
+/// Queries and keys that are longer than values, by `tcgen05`.
+#[test]
+fn long_keys_by_tcgen05_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for (arch, mask) in
+        [(Arch::SM_100A, Mask::none()), (Arch::SM_100A, Mask::causal()), (Arch::SM_103A, Mask::causal())]
+    {
+        let base = || Problem::builder().heads(4, 2).head_dims(192, 128).dtype(DType::Bf16).mask(mask.clone());
+        for problem in [base().dense(1, 700, 700), base().packed(&[0, 200, 500], &[0, 300, 700])] {
+            let problem = problem.build().unwrap();
+            let plan = ForwardPlan::tcgen05(&problem, None, &ConfigTable::default()).unwrap();
+            let fault = faults(&assembler, &plan.kernel(Target::new(arch)).unwrap());
+            wrong.extend(fault.map(|fault| format!("{arch}, {:?}, {:?}: {fault}", problem.layout(), problem.mask())));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 /// f32 results that are merged with others, or added to them: of `wgmma` and `mma.sync`, of equal and of packed sequences.
@@ -207,6 +294,41 @@ fn gradients_by_single_warps_assemble() {
             };
             let kernels = plan.kernels(Target::new(arch)).unwrap();
             let what = |faults| format!("{arch}, {d}, {:?}, {:?}: {faults}", problem.layout(), problem.mask());
+            wrong.extend(kernels.all().filter_map(|kernel| faults(&assembler, kernel)).map(what));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Gradients by `tcgen05` that are not registered: ragged, modified, with gradients of biases, and at odd head dimensions.
+#[test]
+fn more_gradients_by_tensor_memory_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let (target, long) = (Target::new(Arch::SM_100A), std::env::var_os("FULGURITE_LONG").is_some());
+    let dims = if long { &[[128, 128], [64, 64], [16, 112], [80, 40]][..] } else { &[[128, 128], [80, 40]][..] };
+    let mut wrong = Vec::new();
+    for &[d, dv] in dims {
+        let base = |mask: Mask| Problem::builder().heads(4, 2).head_dims(d, dv).dtype(DType::Bf16).mask(mask);
+        let dense = |mask: Mask| base(mask).dense(2, 640, 700);
+        let window = || Mask::window(Some(128), Some(0));
+        let problems = [
+            dense(window()).sinks(),
+            base(window()).packed(&[0, 400, 900], &[0, 500, 3000]),
+            dense(Mask::causal()).used_lengths(true, true),
+            dense(window()).softcap(30.0).used_lengths(true, true),
+            dense(Mask::none()).bias([1, 4, 640, 700], DType::Bf16, true),
+            dense(Mask::none()).bias([2, 1, 1, 700], DType::F32, true).softcap(20.0),
+            dense(Mask::none()).bias([1, 4, 640, 1], DType::F32, true),
+            dense(Mask::causal()).block_mask(BlockSpec::default()),
+            dense(Mask::none()).block_mask(BlockSpec { rows: 64, cols: 64, ..BlockSpec::default() }),
+            dense(Mask::documents().and(Mask::causal())),
+            dense(Mask::documents().and(Mask::causal())).softcap(30.0),
+        ];
+        for problem in problems {
+            let problem = problem.build().unwrap();
+            let plan = BackwardPlan::tcgen05(&problem, (true, Order::Any), target.arch).unwrap();
+            let kernels = plan.kernels(target).unwrap();
+            let what = |faults| format!("{d}, {:?}, {:?}: {faults}", problem.layout(), problem.mask());
             wrong.extend(kernels.all().filter_map(|kernel| faults(&assembler, kernel)).map(what));
         }
     }

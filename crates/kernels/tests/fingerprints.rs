@@ -14,7 +14,7 @@ use fulgurite_kernels::attention::forward::plan::{
 };
 use fulgurite_kernels::registry;
 use fulgurite_ptx::device::{Launch, Span};
-use fulgurite_ptx::{Kernel, Target};
+use fulgurite_ptx::{Arch, Kernel, Target};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -211,6 +211,10 @@ impl Net {
         let target = Target::AMPERE;
         if let Ok(plan) = BackwardPlan::mma_sync(problem, (d_lse, Order::Any), target.arch) {
             self.add(format!("{name}: backward by mma.sync"), backward(&plan, problem, d_lse, target));
+        }
+        let target = Target::new(Arch::SM_100A);
+        if let Ok(plan) = BackwardPlan::tcgen05(problem, (d_lse, Order::Any), target.arch) {
+            self.add(format!("{name}: backward by tcgen05"), backward(&plan, problem, d_lse, target));
         }
     }
 

@@ -4,6 +4,7 @@ use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Val, Word};
 use crate::inst::{Arg, Class, Reg};
 use crate::mma::AccNumber;
 use crate::table::convert;
+use std::ops::Range;
 
 /// Accumulators of a warpgroup: 64 rows and `cols` columns of f32, spread over its threads. Thread t of the warpgroup
 /// holds elements of rows 16 (t / 32) + t % 32 / 4 and of the row 8 below.
@@ -107,6 +108,19 @@ where
         let mask = low.select::<u32>(0xffff, 0) | high.select::<u32>(0xffff_0000, 0);
         let kept = Val::<u32>::reg(self.k, self.regs[i]) & mask;
         self.k.emit(&convert::MOV_32, [Arg::Reg(self.regs[i]), kept.arg()]);
+    }
+    /// A range of the columns of a fragment with one row per thread, in the same registers.
+    #[track_caller]
+    pub fn range(&self, range: Range<u32>) -> Fragment<'k, T> {
+        let pairs = [range.start, range.end].map(|col| col as usize / 2);
+        let one_row = self.regs.len() as u32 * 2 == self.cols;
+        if !one_row || range.start % 2 + range.end % 2 > 0 || range.is_empty() || range.end > self.cols {
+            let what = format!("columns {range:?} of {}, allowed: pairs inside rows of one thread", self.cols);
+            self.k.refuse(what);
+            return Fragment { k: self.k, regs: self.regs.clone(), ..*self };
+        }
+        let regs = self.regs[pairs[0]..pairs[1]].to_vec();
+        Fragment { k: self.k, regs, cols: range.end - range.start, number: self.number }
     }
     /// The `i`-th pair of elements.
     pub fn pair(&self, i: usize) -> Val<'k, u32> {

@@ -179,11 +179,11 @@ impl Arch {
         if nearest.sm == sm {
             return nearest;
         }
-        let (tensor, tensor_columns, setmaxnreg) = (TensorUnit::MmaSync, 0, false);
+        let (tensor, tensor_columns, setmaxnreg, f32x2) = (TensorUnit::MmaSync, 0, false, false);
         // Chips of one family differ in shared memory; every one has at least this much.
         let (shared_per_cta, shared_per_sm) =
             (nearest.shared_per_cta.min(99 * KB), nearest.shared_per_sm.min(100 * KB));
-        Arch { sm, suffix: "", tensor, tensor_columns, setmaxnreg, shared_per_cta, shared_per_sm, ..nearest }
+        Arch { sm, suffix: "", tensor, tensor_columns, setmaxnreg, f32x2, shared_per_cta, shared_per_sm, ..nearest }
     }
 
     /// Its name in PTX.

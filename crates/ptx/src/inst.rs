@@ -224,6 +224,8 @@ impl Needs {
     pub const DATA_CENTER: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103]) };
     /// Hopper and every Blackwell, each in its architecture-specific variant.
     pub const HOPPER_AND_BLACKWELL: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103, 120, 121]) };
+    /// Every Blackwell, in its architecture-specific variant: arithmetic on two floats in a register.
+    pub const BLACKWELL: Needs = Needs { ptx: (8, 6), archs: Archs::Only(&[100, 103, 120, 121]) };
     /// Data-centre Blackwell: tensor memory.
     pub const TCGEN05: Needs = Needs { ptx: (8, 6), archs: Archs::Only(&[100, 103]) };
     /// Ampere and later.

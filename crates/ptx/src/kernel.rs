@@ -101,6 +101,15 @@ pub struct RoleUse {
     pub registers: Option<u32>,
 }
 
+/// A signal that publishes a part of a result while the role computes the rest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Publish {
+    /// Name of the role that signals.
+    pub role: String,
+    /// Rust line of the signal.
+    pub at: &'static Location<'static>,
+}
+
 /// A complete kernel.
 #[derive(Debug, Clone)]
 pub struct Kernel {
@@ -126,6 +135,8 @@ pub struct Kernel {
     pub registers: [u32; Class::ALL.len()],
     /// Source locations of `wgmma` waits that the assembler may hoist above exponentials.
     pub loose_waits: Vec<&'static Location<'static>>,
+    /// Signals that publish a part of a result. The assembler must not move later exponentials above them.
+    pub publishes: Vec<Publish>,
     /// Statements in program order.
     pub body: Vec<Stmt>,
 }

@@ -39,8 +39,8 @@ mod wgmma;
 pub use accumulators::{Acc, Fragment, Sum};
 pub use arch::{Arch, Target, TensorUnit};
 pub use build::{
-    Block, Builder, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer, RoleBarrier,
-    RoleSize, Scope, Shared, Thread, Turns, Val, Var, WarpRole, Warpgroups, Warps, Who, WholeWarps, Word,
+    Block, Builder, F32x2, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer,
+    RoleBarrier, RoleSize, Scope, Shared, Thread, Turns, Val, Var, WarpRole, Warpgroups, Warps, Who, WholeWarps, Word,
 };
 pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;
@@ -52,8 +52,8 @@ pub use product::{Major, Number, Swizzle, TileShape};
 pub use row_acc::RowAcc;
 pub use row_view::RowView;
 pub use sync::{
-    AccumulatorChannel, BulkReducer, Claims, ClusterBroadcast, CopyRing, CtaPair, DoubleTile, Filling, GlobalRows,
-    Mailbox, Numbers, PeerTiles, Pipe, TensorRing, TokenRing, Which, Zeros,
+    AccumulatorChannel, BulkReducer, Claims, ClusterBroadcast, CopyRing, CtaPair, DoubleTile, Filling, Gate,
+    GlobalRows, Mailbox, Numbers, PeerTiles, Pipe, StagedSums, TensorRing, TokenRing, Which, Zeros,
 };
 pub use tensor_memory::{TensorOperand, TensorTile};
 pub use tensor_scales::{TensorScales, scale_tile};

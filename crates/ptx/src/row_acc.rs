@@ -2,9 +2,9 @@
 
 use crate::accumulators::Fragment;
 use crate::build::{Builder, Group, Half, Pair, Scope, Val, WholeWarps, Word};
-use crate::inst::{Arg, Class, Reg};
+use crate::inst::{Arg, Base, Class, Reg};
 use crate::row_view::RowView;
-use crate::table::convert;
+use crate::table::{convert, memory};
 use crate::tile::Tile;
 use std::panic::Location;
 
@@ -40,6 +40,38 @@ impl<'k> Scope<'k, Group> {
     }
 }
 
+impl<'k> Scope<'k, Group> {
+    /// Writes the thread's row of a fragment to a tile with the warpgroup's rows, from column `first` on.
+    #[track_caller]
+    pub fn write_row_fragment<T: Half>(&self, tile: Tile<'k>, first: u32, fragment: &Fragment<'k, T>)
+    where
+        Pair<T>: Word,
+    {
+        let (shape, cols) = (tile.shape(), fragment.cols());
+        let fits = first.is_multiple_of(RUN) && cols.is_multiple_of(RUN) && first + cols <= shape.cols;
+        if tile.row_count() != RowAcc::GROUP_ROWS || !fits || shape.number != T::NUMBER {
+            self.k.refuse(format!(
+                "{}x{cols} {} written from column {first} on to {} rows of {shape:?}, allowed: as many rows, whole runs of {RUN} columns inside, the same type",
+                RowAcc::GROUP_ROWS,
+                T::NAME,
+                tile.row_count()
+            ));
+            return;
+        }
+        let swizzle = shape.swizzle;
+        let linear = self.thread_in_group() * swizzle.line();
+        let base = tile.address() + (linear ^ ((linear >> 3) & swizzle.mask()));
+        let units = swizzle.line() / 16;
+        for (unit, run) in (first / RUN..).zip(fragment.regs().chunks(RUN as usize / 2)) {
+            // Offsets of units inside a line use address bits that the row does not reach, so xor adds them under the
+            // swizzle.
+            let address = if unit % units == 0 { base } else { base ^ (unit % units * 16) };
+            let place = Arg::Address(Base::Reg(address.in_register()), (unit / units * shape.chunk_bytes()) as i32);
+            self.k.emit(&memory::ST_SHARED_32, [place, Arg::List(run.into()), Arg::Word(".v4")]);
+        }
+    }
+}
+
 impl RowAcc<'_> {
     /// The registers of the thread's row.
     pub(crate) fn regs(&self) -> &[Reg] {
@@ -52,6 +84,7 @@ impl<'k> RowView<'k> for RowAcc<'k> {
     const LANES: u32 = 1;
     const RUN: u32 = RUN;
     const GROUP_ROWS: u32 = 128;
+    const TOGETHER: usize = 2;
 
     fn row_of(_: usize) -> usize {
         0

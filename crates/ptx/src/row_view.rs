@@ -22,6 +22,9 @@ pub trait RowView<'k>: Sized {
     const RUN: u32;
     /// Number of rows that a warpgroup holds.
     const GROUP_ROWS: u32;
+    /// Number of neighbouring elements of a row on which one instruction may operate, on architectures that have such
+    /// instructions: 1 or 2.
+    const TOGETHER: usize = 1;
     /// Number of columns after which the pattern repeats.
     const PERIOD: u32 = Self::RUN * Self::LANES;
 

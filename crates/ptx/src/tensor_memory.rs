@@ -13,6 +13,7 @@ use crate::table::{memory, sync, tcgen05 as rows};
 use crate::tcgen05::{COLUMNS, CtaGroup, LANES, ProductKind, ProductShape, VERSION};
 use crate::tensor_scales::TensorScales;
 use crate::tile::TileOperand;
+use std::ops::Range;
 use std::panic::Location;
 
 /// A tile in tensor memory: 128 rows, one to a lane. f32 elements take a column each; two 16-bit elements share one.
@@ -189,6 +190,19 @@ impl Builder {
     }
 }
 
+impl Builder {
+    /// A wall: the assembler moves no instruction over this place. It is a conditional branch that no warp takes, because
+    /// no address of tensor memory has all bits set, which the assembler cannot know.
+    #[track_caller]
+    pub(crate) fn wall(&self) {
+        let at = Location::caller();
+        self.placed(at, || {
+            let never = self.tensor_lanes().eq(u32::MAX);
+            Scope::<Group>::new(self).when_rarely(never, |w| w.plain(&sync::TRAP));
+        });
+    }
+}
+
 impl<'k> TensorTile<'k> {
     /// Elements per row.
     pub fn cols(self) -> u32 {
@@ -224,6 +238,17 @@ impl<'k> TensorTile<'k> {
             self.k.refuse(format!("part {index} of {count} elements of {}, allowed: whole columns inside", self.cols));
         }
         TensorTile { cols: count, column: self.column + index * count * self.number.bytes() / 4, ..self }
+    }
+
+    /// A range of the elements of each row.
+    #[track_caller]
+    pub fn range(self, range: Range<u32>) -> Self {
+        let bytes = |elements: u32| elements * self.number.bytes();
+        if !bytes(range.start).is_multiple_of(4) || !bytes(range.end).is_multiple_of(4) || range.end > self.cols {
+            self.k.refuse(format!("elements {range:?} of {}, allowed: whole columns inside", self.cols));
+            return self;
+        }
+        TensorTile { cols: range.end - range.start, column: self.column + bytes(range.start) / 4, ..self }
     }
 
     /// A tile of `cols` 16-bit elements over the last columns of this one, for data whose lifetimes do not overlap.

@@ -8,6 +8,7 @@ use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Src, Val, Who, Wo
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::product::{Major, TileShape};
 use crate::table::{convert, memory};
+use std::ops::Range;
 use std::panic::Location;
 
 impl Builder {
@@ -102,7 +103,7 @@ impl<'k> Tile<'k> {
             Major::Inner => (self.rows, self.shape.cols),
             Major::Outer => (self.shape.cols, self.rows),
         };
-        TileOperand { tile: self, major, outer, inner, beside: None }
+        TileOperand { tile: self, major, outer, first: 0, inner, beside: None }
     }
 
     /// Writes the `unit`-th 16 bytes of a row, given as four words.
@@ -174,6 +175,8 @@ pub struct TileOperand<'k> {
     tile: Tile<'k>,
     major: Major,
     outer: u32,
+    /// First element of the summed dimension, and their number.
+    first: u32,
     inner: u32,
     /// Address of the columns after the first chunk, if they are in another tile.
     beside: Option<Val<'k, u32>>,
@@ -195,6 +198,18 @@ impl<'k> TileOperand<'k> {
     /// Elements of the summed dimension.
     pub(crate) fn inner(&self) -> u32 {
         self.inner
+    }
+
+    /// The operand of a product over a range of the summed dimension.
+    #[track_caller]
+    pub fn summed(self, range: Range<u32>) -> Self {
+        let depth = self.tile.shape.number.depth();
+        if !range.start.is_multiple_of(depth) || !range.end.is_multiple_of(depth) || range.end > self.inner {
+            let what = format!("{range:?} of {} summed elements, allowed: multiples of {depth} inside", self.inner);
+            self.tile.address.k.refuse(what);
+            return self;
+        }
+        TileOperand { first: self.first + range.start, inner: range.end - range.start, ..self }
     }
 
     /// Appends the first `count` columns of another tile. Both tiles have one chunk and equally many rows, and the
@@ -247,7 +262,8 @@ impl<'k> TileOperand<'k> {
             k.emit(&convert::JOIN_64, [d, Arg::List([low.in_register(), high.in_register()].into())]);
             whole.in_register()
         };
-        let steps = (0..self.inner / shape.number.depth()).map(step);
+        let [first, count] = [self.first, self.inner].map(|elements| elements / shape.number.depth());
+        let steps = (first..first + count).map(step);
         self.tile.address.k.placed(Location::caller(), || steps.collect())
     }
     pub(crate) fn transposed(&self) -> Arg {

@@ -2,7 +2,7 @@
 
 use fulgurite_ptx::{
     BuildError, Builder, GlobalRows, Group, Kernel, Major, Number, Scope, Sum, Swizzle, Target, TileShape, WarpAcc,
-    Warpgroups, Warps, bf16, f16,
+    Warpgroups, Warps, Which, bf16, f16,
 };
 use std::cell::Cell;
 
@@ -684,4 +684,38 @@ fn pairs_of_ctas() {
     let what = "a product of Bf16 128x64 times Bf16 64x128 into F32 128x64";
     assert!(refused.starts_with(&format!("kernel `k`, {}: {what}", here(line.get()))), "{refused}");
     assert!(refused.ends_with("half of the columns in each CTA"), "{refused}");
+}
+
+/// Parts of tensor memory, of fragments and of operands that are not whole columns, pairs or steps.
+#[test]
+fn parts_of_tensor_memory() {
+    let blackwell = Target::named("sm_100a").unwrap();
+    let message = |f: &dyn for<'k> Fn(&'k Builder, &Scope<'k, Group>)| {
+        refused_for(blackwell, |k| k.role("work", Warpgroups(1), |w| f(k, w))).to_string()
+    };
+    for (got, part) in [
+        (
+            message(&|_, w| _ = w.row_fragment::<bf16>(64).range(3..16)),
+            "columns 3..16 of 64, allowed: pairs inside rows of one thread",
+        ),
+        (
+            message(&|k, _| _ = k.tensor_accumulators(1, 64).overlay::<bf16>(64).range(16..65)),
+            "elements 16..65 of 64, allowed: whole columns inside",
+        ),
+        (
+            message(&|k, _| _ = k.tile("v", TILE).operand(Major::Outer).summed(8..64)),
+            "8..64 of 64 summed elements, allowed: multiples of 16 inside",
+        ),
+        (
+            message(&|k, w| {
+                let ring = k.tensor_ring_in_parts("s", 1, 64, 2);
+                ring.publish(w, Which::Number(0), 2);
+            }),
+            "part 2 of a tile in 2 parts, allowed: smaller numbers",
+        ),
+        (message(&|k, _| _ = k.tensor_ring_in_parts("s", 1, 64, 0)), "a tile answered in 0 parts, allowed: 1 or more"),
+    ] {
+        assert!(got.contains(part), "{got}");
+        assert!(got.contains(file!()), "{got}");
+    }
 }

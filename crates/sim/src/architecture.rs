@@ -1,8 +1,8 @@
 //! Rates of the units of an SM, as data with their sources.
 
-use crate::counters::Counts;
+use crate::counters::{Counts, warp_product};
 use fulgurite_ptx::Arch;
-use fulgurite_ptx::inst::Unit;
+use fulgurite_ptx::inst::{Arg, Class, Effect, Op, Space, Unit};
 
 /// Rates of one SM, per cycle.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -36,13 +36,32 @@ pub struct Architecture {
     pub global_latency: u64,
     /// Cycles from the end of a product's work until its results are available.
     pub tensor_latency: u64,
+    /// Part of `tensor_flops` that products of one warp (`mma.sync`) reach.
+    pub warp_products: f64,
+    /// Cycles until the result of such a product is there.
+    pub warp_product_latency: u64,
+    /// Cycles until the result of f32 and integer arithmetic is there.
+    pub arithmetic_latency: u64,
+    /// Cycles until the result of a special function, a conversion or an exchange is there.
+    pub special_latency: u64,
+    /// Cycles from the last arrival at a barrier until those who wait continue.
+    pub barrier_latency: u64,
+    /// Cycles until another CTA of the cluster sees a signal, or a copy from shared to shared memory has arrived.
+    pub peer_latency: u64,
+    /// Bytes that the copy engine of an SM moves.
+    pub copy_bytes: f64,
+    /// Cycles by which an instruction may be late before it holds up those after it: what the assembler hides by its order.
+    pub window: u64,
 }
 
 impl Architecture {
     /// H200: 989 TFLOP/s of bf16 = 132 x 4096 x 1.83 GHz; 16 special functions, 128 f32 lanes and 128 bytes of shared
     /// memory per cycle (published analyses of FlashAttention-4); 64 integer and conversion lanes, 32 exchanges (CUDA
-    /// programming guide, throughput of arithmetic instructions, 9.0); 4.8 TB/s. Latencies are rounded from public
-    /// microbenchmarks, and are good enough for pictures only.
+    /// programming guide, throughput of arithmetic instructions, 9.0); 4.8 TB/s (data sheet). Measured by others:
+    /// `mma.sync` reaches 63 % of `wgmma`; latencies of arithmetic, special functions, `mma.sync` and shared memory, rounded.
+    /// Assumed: latencies of barriers, copies and global memory, `copy_bytes`, `window`. `peer_latency` was measured by others
+    /// on a B300. `tensor_latency` is fitted (docs/lab/016-cycle-model.md): beyond the pipeline of the tensor cores it holds
+    /// the time until a warpgroup that waited runs at full rate again.
     pub const H200: Architecture = Architecture {
         arch: Arch::SM_90A,
         gigahertz: 1.83,
@@ -57,7 +76,15 @@ impl Architecture {
         copy_latency: 650,
         shared_latency: 30,
         global_latency: 550,
-        tensor_latency: 30,
+        tensor_latency: 300,
+        warp_products: 0.63,
+        warp_product_latency: 32,
+        arithmetic_latency: 4,
+        special_latency: 24,
+        barrier_latency: 30,
+        peer_latency: 210,
+        copy_bytes: 64.0,
+        window: 100,
     };
 
     /// The rates of an architecture's GPU ([`Arch::gpu`]). An architecture outside [`Arch::ALL`] gets those of the
@@ -73,16 +100,19 @@ impl Architecture {
         };
         // From data sheets: dense bf16 products with f32 accumulators = SMs x FLOP per cycle x clock; memory in GB/s.
         // f32 lanes are from the CUDA programming guide. All have 16 special functions per SM and cycle, except B300,
-        // which has 32.
+        // which has 32. Where `mma.sync` is the fastest unit, it has the whole rate. A product into tensor memory takes 104
+        // cycles more than its work, 32 more if both operands are in shared memory (measured by others on a B200).
+        let whole = |rates: Architecture| Architecture { warp_products: 1.0, ..rates };
+        let blackwell = Architecture { tensor_latency: 104, ..rates(1.856, 8192.0, 128.0, 8000.0) };
         match arch.sm {
-            ..=85 => rates(1.41, 2048.0, 64.0, 2039.0),
-            86..=88 => rates(1.80, 1024.0, 128.0, 768.0),
-            89 => rates(2.52, 1024.0, 128.0, 864.0),
+            ..=85 => whole(rates(1.41, 2048.0, 64.0, 2039.0)),
+            86..=88 => whole(rates(1.80, 1024.0, 128.0, 768.0)),
+            89 => whole(rates(2.52, 1024.0, 128.0, 864.0)),
             90..=99 => Architecture { arch: *arch, ..Architecture::H200 },
-            100..=102 => rates(1.856, 8192.0, 128.0, 8000.0),
-            103..=119 => Architecture { specials: 32.0, ..rates(1.856, 8192.0, 128.0, 8000.0) },
-            120 => rates(2.407, 512.0, 128.0, 1792.0),
-            _ => rates(2.5, 512.0, 128.0, 273.0),
+            100..=102 => blackwell,
+            103..=119 => Architecture { specials: 32.0, ..blackwell },
+            120 => whole(rates(2.407, 512.0, 128.0, 1792.0)),
+            _ => whole(rates(2.5, 512.0, 128.0, 273.0)),
         }
     }
 
@@ -108,6 +138,32 @@ impl Architecture {
         }
     }
 
+    /// How an instruction of a warp runs: its unit, the cycles for which it holds its part of that unit, and the cycles
+    /// until its results are there.
+    pub(crate) fn costs(&self, op: &Op) -> (Unit, u64, u64) {
+        let unit = op.inst.unit;
+        if let Some((number, flops)) = warp_product(op) {
+            let rate = self.tensor_rate(number) * self.warp_products / 4.0;
+            return (unit, (flops as f64 / rate).ceil() as u64, self.warp_product_latency);
+        }
+        // One instruction for two values of each lane.
+        let twice = if op.inst.text.contains("f32x2") { 2.0 } else { 1.0 };
+        // A quarter of the unit's lanes serves a quarter of the warps. Shared memory moves 32 bits of each lane in a cycle.
+        let hold = match unit {
+            Unit::Shared => values(op),
+            _ => self.lanes(unit).map_or(1, |lanes| (32.0 * twice / (lanes / 4.0)).ceil() as u64),
+        };
+        let latency = match (op.inst.effect, unit) {
+            (Effect::Read(Space::Shared | Space::Cluster), _) => self.shared_latency,
+            (Effect::Read(Space::Global) | Effect::Update(_), _) => self.global_latency,
+            (Effect::Start, Unit::Tensor) if op.inst.name.starts_with("tcgen05.ld") => self.shared_latency,
+            (_, Unit::Special | Unit::Convert | Unit::Warp) => self.special_latency,
+            (_, Unit::Fma | Unit::Alu) => self.arithmetic_latency,
+            _ => 1,
+        };
+        (unit, hold, latency)
+    }
+
     /// Cycles that each unit of one SM needs for this work. The largest is a lower bound on the total time.
     pub fn cycles(&self, counts: &Counts) -> Vec<(&'static str, f64)> {
         let tensor =
@@ -128,6 +184,15 @@ impl Architecture {
             ("global memory", counts.global_bytes as f64 / self.global_bytes),
         ]
     }
+}
+
+/// Number of 32-bit values that an instruction moves for each lane.
+fn values(op: &Op) -> u64 {
+    let words = |arg: &Arg| match arg {
+        Arg::List(regs) => regs.iter().map(|reg| if reg.class == Class::B64 { 2 } else { 1 }).sum(),
+        _ => 1,
+    };
+    op.args.iter().map(words).max().unwrap_or(1)
 }
 
 #[cfg(test)]

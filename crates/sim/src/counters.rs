@@ -16,7 +16,8 @@ pub(crate) struct Traffic {
 /// Work of some warps. Instructions are counted once for each lane that executes them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Instructions of lanes, by the unit that runs them.
+    /// Instructions of lanes, by the unit that runs them. One on two floats occupies its unit twice as long and counts as
+    /// two.
     pub lanes: BTreeMap<Unit, u64>,
     /// Instructions executed by warps.
     pub instructions: u64,
@@ -62,7 +63,8 @@ pub(crate) fn warp_product(op: &Op) -> Option<(&'static str, u64)> {
 
 impl Counts {
     pub(crate) fn executed(&mut self, op: &Op, active: u32) {
-        let lanes = u64::from(active.count_ones());
+        let pairs = [&float::ADD_F32X2, &float::MUL_F32X2, &float::FMA_F32X2];
+        let lanes = u64::from(active.count_ones()) * if pairs.contains(&op.inst) { 2 } else { 1 };
         self.instructions += 1;
         *self.lanes.entry(op.inst.unit).or_default() += lanes;
         match op.inst.unit {

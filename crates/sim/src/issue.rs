@@ -5,6 +5,7 @@ use crate::finding::Fault;
 use crate::mbarrier::BarAt;
 use crate::options::Order;
 use crate::shadow::{Access, Proxy, Who};
+use crate::timeline::Multiply;
 use crate::view::View;
 use crate::warpgroup::Pending;
 use crate::world::{Event, Status, Wait, access_of};
@@ -297,6 +298,7 @@ impl View<'_, '_> {
         pending.joined |= 1 << (index % 4);
         pending.starts[(index % 4) as usize] = Some(start);
         let (whole, n, number) = (pending.joined == 0xf, pending.what.n, pending.what.numbers[1]);
+        let in_memory = matches!(pending.what.a, Left::Tile(..));
         let reads = Access { who: Who::Async(pending.read_done), ..issued };
         self.warp.tick();
         self.world.progress += 1;
@@ -308,7 +310,9 @@ impl View<'_, '_> {
                 Order::Random => self.world.later(event),
                 Order::Timed => {
                     let flops = 2 * 64 * u64::from(n) * u64::from(number.depth());
-                    let time = self.world.product_time(block, number, flops, self.warp.now, pc);
+                    let operand_bytes = u64::from(n) * 32 + if in_memory { 2048 } else { 0 };
+                    let what = Multiply { number, flops, operand_bytes };
+                    let time = self.world.product_time(block, what, self.warp.now, pc);
                     self.world.at(time, event);
                 }
             }

@@ -31,6 +31,8 @@ pub(crate) struct Bar {
     waiters: Vec<(u32, u32)>,
     /// Cycle of the latest arrival.
     latest: u64,
+    /// Cycle at which the last phase was over.
+    over: u64,
 }
 
 /// The agent that operates on an mbarrier.
@@ -102,6 +104,7 @@ impl World<'_> {
             arrived: None,
             waiters: Vec::new(),
             latest: 0,
+            over: 0,
         };
         cluster.blocks[at.rank].bars.insert(at.offset, bar);
     }
@@ -260,7 +263,9 @@ impl World<'_> {
         bar.pending = bar.count;
         let completed = std::mem::replace(&mut bar.current, Clock::new(id));
         Rc::make_mut(&mut bar.past).join(&completed);
-        let (phase, latest) = (bar.phase, bar.latest);
+        let latest = bar.latest + self.architecture.barrier_latency;
+        bar.over = latest;
+        let phase = bar.phase;
         let missed =
             bar.waiters.iter().position(|&(_, wanted)| wanted + 2 <= phase).map(|i| bar.waiters.swap_remove(i));
         for warp in cluster.warps.iter_mut().filter(|w| w.rank == at.rank) {
@@ -279,8 +284,8 @@ impl World<'_> {
         }
     }
 
-    /// Whether the phase with this parity is over; if so, the knowledge that a waiter gains, and the component to
-    /// remember.
+    /// Whether the phase with this parity is over; if so, the knowledge that a waiter gains, the component to
+    /// remember, and the cycle at which it was over.
     pub fn bar_over(
         &mut self,
         cluster: &mut Cluster,
@@ -288,7 +293,7 @@ impl World<'_> {
         parity: u32,
         patient: bool,
         user: &User<'_>,
-    ) -> Result<(Rc<Clock>, Comp, u32), Option<u32>> {
+    ) -> Result<(Rc<Clock>, Comp, u32, u64), Option<u32>> {
         if !self.bar_ready(cluster, at, user) {
             return Err(None);
         }
@@ -301,7 +306,7 @@ impl World<'_> {
             }
             return Err(Some(bar.phase));
         }
-        Ok((bar.past.clone(), bar.comp, bar.phase))
+        Ok((bar.past.clone(), bar.comp, bar.phase, bar.over))
     }
 }
 

@@ -138,13 +138,13 @@ fn named(v: &mut View<'_, '_>, id: u32, threads: u32, waits: bool) {
     *barrier = Named { clock: Clock::new(v.cluster.id), ..Named::default() };
     if waits {
         v.warp.clock.join(&done.clock);
-        v.warp.now = v.warp.now.max(done.latest);
+        v.warp.now = v.warp.now.max(done.latest + v.world.architecture.barrier_latency);
     }
     for warp in &mut v.cluster.warps {
         if warp.rank == rank && warp.status == Status::Blocked(Wait::Named(id)) && !warp.regs.is_empty() {
             warp.status = Status::Ready;
             warp.clock.join(&done.clock);
-            warp.now = warp.now.max(done.latest);
+            warp.now = warp.now.max(done.latest + v.world.architecture.barrier_latency);
         }
     }
 }
@@ -161,6 +161,7 @@ pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, what:
         _ => false,
     };
     let now = v.warp.now;
+    let now = if far { now + v.world.architecture.peer_latency } else { now };
     let user = |releases: bool| User { clock: &v.warp.clock, access, lane: Some(lane), far, releases, now };
     match what {
         Mbarrier::Init(count) => v.world.bar_init(v.cluster, at, count, &user(true)),
@@ -187,7 +188,8 @@ pub(crate) fn mbarrier_done(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, 
     let user = User { clock: &v.warp.clock, access, lane: Some(lane), far: false, releases: false, now: v.warp.now };
     let patient = v.op.inst.name != "mbarrier.test_wait";
     match v.world.bar_over(v.cluster, at, parity, patient, &user) {
-        Ok((told, comp, phase)) => {
+        Ok((told, comp, phase, over)) => {
+            v.warp.now = v.warp.now.max(over);
             if matches!(order, Order::Acquire(_) | Order::AcquireRelease(_)) {
                 v.warp.clock.join(&told);
                 v.warp.clock.raise(&[Part::Memory, Part::Done], comp, phase);

@@ -344,7 +344,7 @@ mod tests {
             let mut kernel = Kernel::build("empty", Target::HOPPER, |k| k.threads(128, |_| {})).unwrap();
             kernel.registers[Class::F32 as usize] = n / 2;
             let program = Program::new(Arc::new(kernel)).unwrap();
-            let register = Register { values: [0; 32], defined: 0, touched: 0, written_by: 0, read_by: 0 };
+            let register = Register { values: [0; 32], defined: 0, touched: 0, written_by: 0, read_by: 0, ready: 0 };
             let mut warps: Vec<Warp> =
                 (0..4).map(|_| Warp { regs: vec![register.clone(); program.registers], ..Warp::default() }).collect();
             for register in warps.iter_mut().flat_map(|w| &mut w.regs) {

@@ -36,11 +36,23 @@ pub struct Options {
     /// Whether products must read every scale that a copy brings to tensor memory, unless it equals one that they read. A
     /// kernel that reads part of a block may be right; one that reads the same scales for every step is not.
     pub whole_scales: bool,
+    /// Whether products are computed. Without, they leave zeros: enough for a timeline of a kernel whose control flow does
+    /// not depend on results.
+    pub arithmetic: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let (order, tensor) = (Order::Random, TensorOrder::Queue);
-        Options { seed: 0, budget: 1 << 32, checks: true, order, resident: 2, tensor, whole_scales: false }
+        Options {
+            seed: 0,
+            budget: 1 << 32,
+            checks: true,
+            order,
+            resident: 2,
+            tensor,
+            whole_scales: false,
+            arithmetic: true,
+        }
     }
 }

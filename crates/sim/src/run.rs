@@ -1,6 +1,7 @@
 //! The scheduler of the simulation: warps and events take turns until the grid is done or nothing can continue.
 
 use crate::clock::Part;
+use crate::counters::warp_product;
 use crate::finding::Fault;
 use crate::meet::settle_cluster;
 use crate::options::Order;
@@ -9,6 +10,7 @@ use crate::shadow::{Memo, Who};
 use crate::view::View;
 use crate::world::{Cluster, Event, FULL, Frame, SHARED_BASE, Status, Wait, Warp, World};
 use fulgurite_ptx::inst::{Effect, Together};
+use fulgurite_ptx::machine::Machine;
 use std::cmp::Reverse;
 
 /// Steps without a finished cluster after which one more is admitted, because the running ones may wait for it.
@@ -234,6 +236,7 @@ impl World<'_> {
 
     /// Checks the predicate of a branch like an operand of an instruction.
     fn condition(&mut self, cluster: &Cluster, warp: &mut Warp, cond: usize) {
+        self.branch(cluster, warp, cond);
         let missing = warp.active & !warp.regs[cond].defined;
         if missing != 0 && self.options.checks {
             warp.regs[cond].defined |= missing;
@@ -263,7 +266,11 @@ impl World<'_> {
         let role = warp.role;
         let (shared, global) = (std::mem::take(&mut self.touches.0), std::mem::take(&mut self.touches.1));
         let mut view = View { world: self, cluster, warp, op, memo: [Memo::default(); 2], shared, global };
-        (op.inst.meaning)(&mut view, op);
+        if view.world.options.arithmetic || warp_product(op).is_none() {
+            (op.inst.meaning)(&mut view, op);
+        } else {
+            op.list(0).iter().for_each(|&d| view.set_all(d, &[0; 32]));
+        }
         let (mut shared, mut global) = (view.shared, view.global);
         // `ldmatrix` and `stmatrix` access the banks one matrix of eight rows at a time.
         if matches!(op.inst.name, "ldmatrix" | "stmatrix") {

@@ -44,6 +44,8 @@ struct State {
     last: Report,
     /// Counters by the names of kernels.
     counts: BTreeMap<String, Counts>,
+    /// Cycles of all launches of a kernel, by its name, if the order is [`Timed`](crate::Order::Timed).
+    cycles: BTreeMap<String, u64>,
     /// The first failure on the stream, until a caller asks for it.
     failed: Option<DeviceError>,
 }
@@ -53,6 +55,7 @@ struct State {
 pub struct Sim {
     state: Arc<Mutex<State>>,
     target: Target,
+    rates: Architecture,
 }
 
 /// Frees an allocation on drop.
@@ -86,14 +89,19 @@ impl Sim {
 
     /// A simulated GPU of any architecture, with the SM count of [`Arch::gpu`](fulgurite_ptx::Arch::gpu).
     pub fn on(target: Target, options: Options) -> Self {
-        let (memory, last, counts) = (Memory::new(CAPACITY), Report::default(), BTreeMap::new());
-        let state = State { memory, options, last, counts, failed: None };
-        Sim { state: Arc::new(Mutex::new(state)), target }
+        Sim::with_rates(target, Architecture::of(&target.arch), options)
+    }
+
+    /// A simulated GPU whose units have other rates: those of a GPU that does not exist, or of a part of one.
+    pub fn with_rates(target: Target, rates: Architecture, options: Options) -> Self {
+        let (memory, last) = (Memory::new(CAPACITY), Report::default());
+        let state = State { memory, options, last, counts: BTreeMap::new(), cycles: BTreeMap::new(), failed: None };
+        Sim { state: Arc::new(Mutex::new(state)), target, rates }
     }
 
     /// The rates from which timelines and bounds are computed.
     pub fn architecture(&self) -> Architecture {
-        Architecture::of(&self.target.arch)
+        self.rates
     }
 
     /// Changes the options of later launches.
@@ -109,6 +117,12 @@ impl Sim {
     /// Counters of all launches of kernels with this name.
     pub fn counts_of(&self, kernel: &str) -> Counts {
         lock(&self.state).counts.get(kernel).cloned().unwrap_or_default()
+    }
+
+    /// Cycles of all launches of kernels with this name, one after the other; 0 unless the order is
+    /// [`Timed`](crate::Order::Timed).
+    pub fn cycles_of(&self, kernel: &str) -> u64 {
+        lock(&self.state).cycles.get(kernel).copied().unwrap_or_default()
     }
 
     /// Faults of the last launch.
@@ -128,7 +142,7 @@ impl Device for Sim {
         self.target
     }
     fn multiprocessors(&self) -> u32 {
-        self.target.arch.sms
+        self.rates.arch.sms
     }
 
     fn allocate(&self, bytes: u64) -> Result<Buffer, DeviceError> {
@@ -178,7 +192,7 @@ impl Device for Sim {
             .handle::<Program>()
             .ok_or(DeviceError::Failed { call: "launch", what: "the module was loaded by another device".into() })?;
         let mut guard = lock(&self.state);
-        let State { memory, options, last, counts, failed } = &mut *guard;
+        let State { memory, options, last, counts, cycles, failed } = &mut *guard;
         for (param, value) in module.kernel().params.iter().zip(args) {
             let span = match value {
                 Value::Pointer(span) => *span,
@@ -192,13 +206,15 @@ impl Device for Sim {
         }
         memory.forget_accesses();
         let options = options.clone();
-        let mut world = World::new(program, &options, &self.target.arch, memory, args, grid);
+        let mut world = World::new(program, &options, self.rates, memory, args, grid);
         world.run();
         let names = module.kernel().roles.iter().map(|r| r.name.clone());
         let names: Vec<String> = if module.kernel().roles.is_empty() { vec![String::new()] } else { names.collect() };
         let blocks = grid.iter().map(|&n| u64::from(n)).product();
         let roles = names.into_iter().zip(world.counts).collect();
         let (findings, timeline) = (world.findings, world.timeline);
+        let took = timeline.as_ref().map_or(0, Timeline::cycles);
+        *cycles.entry(module.kernel().name.clone()).or_default() += took;
         *last = Report { findings, roles, blocks, timeline };
         counts.entry(module.kernel().name.clone()).or_default().add(&last.total());
         match last.findings.first() {

@@ -12,6 +12,7 @@ use crate::options::{Order, TensorOrder};
 use crate::shadow::{Access, Conflict, Proxy, Shadow, Toucher, Who};
 use crate::tensor_pair::{PairStep, Waiting};
 use crate::tensor_scales::{ScaleBlock, ScaleCopy};
+use crate::timeline::Multiply;
 use crate::view::View;
 use crate::warpgroup::Reader;
 use crate::world::{Cluster, Cta, Event, SHARED_BASE, Snapshot, World, access_of};
@@ -462,9 +463,13 @@ impl View<'_, '_> {
         }
         let queue = &mut self.cluster.blocks[rank].tensor.queues[at];
         let shape = product.and_then(|what| ProductShape::decode(what.shape, what.kind, what.group).ok());
-        if let Some(shape) = shape {
-            let (numbers, flops) = (shape.numbers, flops(&shape));
-            queue.latest = self.world.product_time(block, numbers[1], flops, now, pc);
+        if let Some((shape, what)) = shape.zip(product) {
+            // Each CTA of a pair multiplies half of the rows, and reads its own operands.
+            let ctas = what.group.ctas();
+            let left = if matches!(what.a, TensorLeft::Tile(_)) { shape.rows } else { 0 };
+            let (number, flops) = (shape.numbers[1], flops(&shape) / u64::from(ctas));
+            let operand_bytes = u64::from(32 * (shape.cols + left) / ctas);
+            queue.latest = self.world.product_time(block, Multiply { number, flops, operand_bytes }, now, pc);
         }
         let time = queue.latest.max(now);
         self.world.at(time, event);
@@ -493,10 +498,18 @@ impl World<'_> {
             Work::Multiply { what, start, completion, issued } => {
                 let access = Access { who: Who::Async(completion), proxy: Proxy::Async, ..issued };
                 let role = self.role_of(issued.warp);
-                if let Some(operands) = self.tensor_operands(cluster, rank, &what, &access, &start) {
-                    self.multiply_into(cluster, rank, &what, &operands, (&access, &start));
-                    let ProductShape { rows, cols, numbers, .. } = operands.shape;
-                    let flops = flops(&operands.shape);
+                let shape = if self.options.arithmetic {
+                    let operands = self.tensor_operands(cluster, rank, &what, &access, &start);
+                    operands.map(|operands| {
+                        self.multiply_into(cluster, rank, &what, &operands, (&access, &start));
+                        operands.shape
+                    })
+                } else {
+                    ProductShape::decode(what.shape, what.kind, what.group).ok()
+                };
+                if let Some(shape) = shape {
+                    let ProductShape { rows, cols, numbers, .. } = shape;
+                    let flops = flops(&shape);
                     let left = if matches!(what.a, TensorLeft::Tile(_)) { rows } else { 0 };
                     self.counts[role].multiplied(numbers[1], flops, [left, cols].map(|n| u64::from(32 * n)));
                 }

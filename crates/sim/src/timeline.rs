@@ -1,15 +1,16 @@
-//! An approximate clock and a timeline: good enough to see a pipeline, not to predict a time.
+//! A clock that counts cycles, and the timeline that it draws.
 //!
-//! Each CTA has an SM to itself. A warp issues in order. An instruction holds its unit for as long as the unit's rate
-//! says, a load holds the warp for a fixed latency, and products and copies queue for the tensor cores and the copy
-//! engine. Register dependences, caches and the traffic of other CTAs are ignored.
+//! CTAs go to the SMs in turn, and those of an SM share its units. A warp issues in order, and does not stop at an
+//! instruction whose operands come later: the assembler's order hides up to [`Architecture::window`] cycles. An instruction
+//! holds its unit for as long as the unit's rate says, and its results come after the unit's latency. Products and copies
+//! queue for the tensor cores and the copy engine. Caches, bank conflicts and the traffic of other SMs are ignored.
 
-use crate::copy::Copy;
-use crate::counters::warp_product;
+use crate::copy::{Copy, End};
 use crate::finding::Line;
+use crate::program::Program;
 use crate::world::{Cluster, Warp, World};
 use fulgurite_ptx::Number;
-use fulgurite_ptx::inst::{Effect, Op, Space, Unit};
+use fulgurite_ptx::inst::{Arg, Base, Effect, Flow, Op, Reg, Unit};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -57,8 +58,23 @@ struct Units {
     /// For each of the four partitions: its scheduler, and its share of each unit.
     parts: [BTreeMap<Unit, u64>; 4],
     issue: [u64; 4],
+    /// Shared memory, as threads access it.
+    shared: u64,
+    /// Cycles of shared memory that threads and copies took, and that products did not make up for yet.
+    debt: f64,
+    /// Cycle up to which idle time made up for it.
+    settled: u64,
     tensor: u64,
     copy: u64,
+}
+
+impl Units {
+    /// What is left of the debt at a cycle: the time in which the tensor cores rested makes up for it.
+    fn debt(&mut self, now: u64) -> f64 {
+        let from = self.settled.max(self.tensor);
+        self.settled = self.settled.max(now);
+        (self.debt - now.saturating_sub(from) as f64).max(0.0)
+    }
 }
 
 impl Timeline {
@@ -181,6 +197,10 @@ impl World<'_> {
     }
 
     /// Computes when a warp can issue an instruction, and when it continues.
+    ///
+    /// A warp issues in order. An instruction whose operands are not there yet does not hold up the next one until it is
+    /// [`Architecture::window`] cycles late: so far the assembler's order runs ahead. What others can see (signals, waits,
+    /// products, copies) comes after all results of the warp.
     pub(crate) fn issue(&mut self, cluster: &Cluster, warp: &mut Warp, op: &Op) {
         let block = cluster.blocks[warp.rank].index;
         let (track, rates) = (self.track(warp), self.architecture);
@@ -192,47 +212,83 @@ impl World<'_> {
             let what = "wait";
             timeline.spans.push(Period { block, track: track.clone(), start, end, what, waits: true, line });
         }
-        let units = timeline.units.entry(block).or_default();
+        // The assembler renames registers instead of moving them.
+        if op.inst.name == "mov" {
+            let ready = operands_ready(self.program, warp, op);
+            results_ready(self.program, warp, op, ready);
+            return;
+        }
+        let units = timeline.units.entry(block % rates.arch.sms).or_default();
         let part = (warp.index % 4) as usize;
-        // A quarter of the unit's lanes serves a quarter of the warps.
-        let hold = match warp_product(op) {
-            Some((number, flops)) => (flops as f64 / (rates.tensor_rate(number) / 4.0)).ceil() as u64,
-            None => rates.lanes(op.inst.unit).map_or(1, |lanes| (32.0 / (lanes / 4.0)).ceil() as u64),
+        let front = warp.now.max(units.issue[part]);
+        units.issue[part] = front + 1;
+        let (unit, hold, latency) = rates.costs(op);
+        let free = match unit {
+            Unit::Shared => &mut units.shared,
+            unit => units.parts[part].entry(unit).or_default(),
         };
-        let free = units.parts[part].entry(op.inst.unit).or_default();
-        let start = warp.now.max(*free).max(units.issue[part]);
+        let start = front.max(*free);
         *free = start + hold;
-        units.issue[part] = start + 1;
-        let latency = match op.inst.effect {
-            Effect::Read(Space::Shared | Space::Cluster) => rates.shared_latency,
-            Effect::Read(Space::Global) | Effect::Update(_) => rates.global_latency,
-            _ => 1,
+        if unit == Unit::Shared {
+            units.debt = units.debt(start) + hold as f64;
+        }
+        let visible = matches!(
+            op.inst.effect,
+            Effect::Signal | Effect::Wait | Effect::Start | Effect::Write(_) | Effect::Update(_) | Effect::Volatile
+        );
+        let ready = operands_ready(self.program, warp, op);
+        // A store needs its operands; a signal everything that came before it.
+        let all = matches!(op.inst.effect, Effect::Signal | Effect::Wait | Effect::Start);
+        let started = start.max(ready).max(if all { warp.due } else { 0 });
+        let end = started + latency;
+        results_ready(self.program, warp, op, end);
+        warp.due = warp.due.max(end);
+        let now = match visible {
+            true => started + 1,
+            false => (front + 1).max(started.saturating_sub(rates.window)),
         };
-        let end = start + latency;
         if let Some(track) = track {
             let line: Line = op.at.into();
+            let end = now.max(front + hold);
             // Merge consecutive work of one line into one span.
             let joins = |s: &&mut Period| {
-                s.block == block && s.track == track && !s.waits && s.line == line && s.end + 8 >= start
+                s.block == block && s.track == track && !s.waits && s.line == line && s.end + 8 >= front
             };
             match timeline.spans.iter_mut().rev().take(16).find(joins) {
                 Some(span) => span.end = span.end.max(end),
                 None => {
-                    let what = op.inst.name;
+                    let (what, start) = (op.inst.name, front);
                     timeline.spans.push(Period { block, track, start, end, what, waits: false, line });
                 }
             }
         }
-        warp.now = end;
+        warp.now = now;
     }
 
-    /// The end of a product that starts now.
-    pub(crate) fn product_time(&mut self, block: u32, number: Number, flops: u64, now: u64, pc: u32) -> u64 {
+    /// Computes when a warp continues after a branch.
+    pub(crate) fn branch(&mut self, cluster: &Cluster, warp: &mut Warp, cond: usize) {
+        let sm = cluster.blocks[warp.rank].index % self.architecture.arch.sms;
+        let Some(timeline) = &mut self.timeline else { return };
+        let units = timeline.units.entry(sm).or_default();
+        let issue = &mut units.issue[(warp.index % 4) as usize];
+        warp.now = warp.now.max(*issue).max(warp.regs[cond].ready) + 1;
+        *issue = warp.now;
+    }
+
+    /// When the results of a product that is issued now are there.
+    pub(crate) fn product_time(&mut self, block: u32, what: Multiply, now: u64, pc: u32) -> u64 {
         let (line, rates) = (self.program.lines[pc as usize].into(), self.architecture);
         let Some(timeline) = &mut self.timeline else { return now };
-        let units = timeline.units.entry(block).or_default();
+        let units = timeline.units.entry(block % rates.arch.sms).or_default();
         let start = now.max(units.tensor);
-        let end = start + (flops as f64 / rates.tensor_rate(number.name())).ceil() as u64;
+        let multiplies = what.flops as f64 / rates.tensor_rate(what.number.name());
+        // What threads and copies took of shared memory is made up for while the tensor cores rest or read less than they
+        // could.
+        let debt = units.debt(start);
+        let reads = what.operand_bytes as f64 / rates.shared_bytes;
+        let took = multiplies.max(reads);
+        units.debt = (debt - (took - reads)).max(0.0);
+        let end = start + took.ceil() as u64;
         units.tensor = end;
         let track = Track::Tensor;
         timeline.spans.push(Period { block, track, start, end, what: "product", waits: false, line });
@@ -245,12 +301,44 @@ impl World<'_> {
         let (line, rates) = (self.program.lines[copy.issued.pc as usize].into(), self.architecture);
         let Some(timeline) = &mut self.timeline else { return now };
         let block = copy.issued.block;
-        let units = timeline.units.entry(block).or_default();
+        let units = timeline.units.entry(block % rates.arch.sms).or_default();
         let start = now.max(units.copy);
-        let end = start + (f64::from(copy.bytes) / rates.shared_bytes).ceil() as u64;
+        let end = start + (f64::from(copy.bytes) / rates.copy_bytes).ceil() as u64;
         units.copy = end;
+        let [from, to] = [&copy.from, &copy.to].map(|end| matches!(end, End::Shared { .. }));
+        units.debt =
+            units.debt(now) + f64::from(copy.bytes) / rates.shared_bytes * f64::from(u8::from(from) + u8::from(to));
+        let latency = if from && to { rates.peer_latency } else { rates.copy_latency };
         let track = Track::Copy;
         timeline.spans.push(Period { block, track, start, end, what: "copy", waits: false, line });
-        end + rates.copy_latency
+        end + latency + units.debt as u64
     }
+}
+
+/// A product for the tensor cores.
+pub(crate) struct Multiply {
+    pub number: Number,
+    pub flops: u64,
+    /// Bytes of its operands in shared memory.
+    pub operand_bytes: u64,
+}
+
+/// The registers of an argument, and of an address.
+fn registers(arg: &Arg) -> &[Reg] {
+    match arg {
+        Arg::Reg(reg) | Arg::Address(Base::Reg(reg), _) => std::slice::from_ref(reg),
+        Arg::List(regs) => regs,
+        Arg::Imm(_) | Arg::Address(Base::Param(_), _) | Arg::Word(_) | Arg::Param(_) => &[],
+    }
+}
+
+/// The cycle at which all operands that an instruction reads are there.
+fn operands_ready(program: &Program, warp: &Warp, op: &Op) -> u64 {
+    let read = op.inst.operands.iter().zip(&op.args).filter(|(operand, _)| operand.flow != Flow::Out);
+    read.flat_map(|(_, arg)| registers(arg)).map(|&reg| warp.regs[program.slot(reg)].ready).max().unwrap_or(0)
+}
+
+fn results_ready(program: &Program, warp: &mut Warp, op: &Op, end: u64) {
+    let written = op.inst.operands.iter().zip(&op.args).filter(|(operand, _)| operand.flow != Flow::In);
+    written.flat_map(|(_, arg)| registers(arg)).for_each(|&reg| warp.regs[program.slot(reg)].ready = end);
 }

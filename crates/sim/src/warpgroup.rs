@@ -103,25 +103,22 @@ impl World<'_> {
         matrix
     }
 
-    /// Runs the oldest product of a warpgroup.
-    pub fn run_product(&mut self, cluster: &mut Cluster, rank: usize, group: usize) {
-        let block = &mut cluster.blocks[rank];
-        let ready = block.warpgroups[group].pending.front().is_some_and(|p| p.joined == 0xf);
-        let Some(pending) = ready.then(|| block.warpgroups[group].pending.pop_front()).flatten() else { return };
-        cluster.pending = cluster.pending.saturating_sub(1);
-        self.progress += 1;
+    /// Multiplies the operands of a product whose first warp is `first` of the cluster's.
+    fn compute_product(
+        &mut self,
+        cluster: &mut Cluster,
+        (rank, first): (usize, usize),
+        pending: &Pending,
+        reader: &Reader<'_>,
+    ) {
         let what = &pending.what;
         let [_, number_a, number_b] = what.numbers;
-        let clocks: Vec<&Clock> = pending.starts.iter().flatten().map(|c| &**c).collect();
-        let issued = Access { who: Who::Async(pending.read_done), proxy: Proxy::Async, ..pending.issued };
-        let reader = Reader { issued, clocks: &clocks };
-        let b = self.operand(block, &reader, (what.b.0, number_b, what.b.1, what.n));
-        let first = rank * (cluster.warps.len() / cluster.blocks.len()) + 4 * group;
+        let b = self.operand(&mut cluster.blocks[rank], reader, (what.b.0, number_b, what.b.1, what.n));
         let program = self.program;
         let a = match &what.a {
             Left::Tile(bits, major) => {
                 let block = &mut cluster.blocks[rank];
-                self.operand(block, &reader, (*bits, number_a, *major, ROWS as u32))
+                self.operand(block, reader, (*bits, number_a, *major, ROWS as u32))
             }
             Left::Regs(regs) => {
                 let four = Four { warps: &mut cluster.warps[first..first + 4], program };
@@ -153,6 +150,29 @@ impl World<'_> {
             self.product_fault(&pending.issued, Fault::UninitialisedRegister, text, None);
         }
         Four { warps: &mut cluster.warps[first..first + 4], program }.multiply(what, &a, &b);
+    }
+
+    /// Runs the oldest product of a warpgroup.
+    pub fn run_product(&mut self, cluster: &mut Cluster, rank: usize, group: usize) {
+        let block = &mut cluster.blocks[rank];
+        let ready = block.warpgroups[group].pending.front().is_some_and(|p| p.joined == 0xf);
+        let Some(pending) = ready.then(|| block.warpgroups[group].pending.pop_front()).flatten() else { return };
+        cluster.pending = cluster.pending.saturating_sub(1);
+        self.progress += 1;
+        let what = &pending.what;
+        let number_a = what.numbers[1];
+        let clocks: Vec<&Clock> = pending.starts.iter().flatten().map(|c| &**c).collect();
+        let issued = Access { who: Who::Async(pending.read_done), proxy: Proxy::Async, ..pending.issued };
+        let reader = Reader { issued, clocks: &clocks };
+        let first = rank * (cluster.warps.len() / cluster.blocks.len()) + 4 * group;
+        if self.options.arithmetic {
+            self.compute_product(cluster, (rank, first), &pending, &reader);
+        } else {
+            let program = self.program;
+            for warp in &mut cluster.warps[first..first + 4] {
+                what.d.iter().for_each(|&d| warp.regs[program.slot(d)].defined = u32::MAX);
+            }
+        }
         let flops = 2 * ROWS as u64 * u64::from(what.n) * u64::from(number_a.depth());
         let left_bytes = if matches!(what.a, Left::Tile(..)) { 32 * ROWS as u64 } else { 0 };
         let role = cluster.warps[first].role;

@@ -14,7 +14,6 @@ use crate::shadow::{Access, Conflict, Ledger, Proxy, Shadow, Who, Why};
 use crate::tensor_memory::{TensorMemory, WarpTensor};
 use crate::timeline::Timeline;
 use crate::warpgroup::Warpgroup;
-use fulgurite_ptx::Arch;
 use fulgurite_ptx::device::Value;
 use fulgurite_ptx::inst::Class;
 use fulgurite_ptx::kernel::Kernel;
@@ -48,6 +47,8 @@ pub(crate) struct Register {
     /// One past the last product that writes it; `read_by`: that reads it.
     pub written_by: u32,
     pub read_by: u32,
+    /// Cycle at which its value is there, for a timeline.
+    pub ready: u64,
 }
 
 /// A control-flow statement around the current step.
@@ -132,6 +133,8 @@ pub(crate) struct Warp {
     pub tried: u64,
     /// Its time in cycles, for a timeline.
     pub now: u64,
+    /// Cycle at which all of its results are there.
+    pub due: u64,
     /// Since when and at which step it is blocked.
     pub blocked: Option<(u64, u32)>,
     /// The step of its last instruction.
@@ -261,7 +264,7 @@ impl<'a> World<'a> {
     pub fn new(
         program: &'a Program,
         options: &'a Options,
-        arch: &Arch,
+        architecture: Architecture,
         memory: &'a mut Memory,
         args: &'a [Value],
         grid: [u32; 3],
@@ -270,7 +273,7 @@ impl<'a> World<'a> {
         World {
             program,
             options,
-            architecture: Architecture::of(arch),
+            architecture,
             memory,
             args,
             grid,
@@ -327,7 +330,7 @@ impl<'a> World<'a> {
                 last: Clock::new(id),
             }
         });
-        let register = Register { values: [0; 32], defined: 0, touched: 0, written_by: 0, read_by: 0 };
+        let register = Register { values: [0; 32], defined: 0, touched: 0, written_by: 0, read_by: 0, ready: 0 };
         let all = (0..size * warps).map(|n| {
             let index = n % warps;
             let in_role = |role: &fulgurite_ptx::kernel::RoleUse| {

@@ -45,7 +45,10 @@ impl Maker {
                     4
                 }
             }
-            ("mov.split.b64" | "mov.join.b64" | "mov.split.b32" | "mov.join.b32", _) => 2,
+            (
+                "mov.split.b64" | "mov.join.b64" | "mov.split.f32" | "mov.join.f32" | "mov.split.b32" | "mov.join.b32",
+                _,
+            ) => 2,
             ("ldmatrix" | "stmatrix", _) => 4,
             (name, _) if name.contains("tensor") => 2,
             _ => 1,
@@ -164,6 +167,7 @@ impl Maker {
             barriers: 16,
             registers: [REGISTERS; Class::ALL.len()],
             loose_waits: Vec::new(),
+            publishes: Vec::new(),
             body,
         }
     }

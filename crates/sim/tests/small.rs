@@ -94,6 +94,7 @@ impl Asm {
             barriers: 16,
             registers: [16; Class::ALL.len()],
             loose_waits: Vec::new(),
+            publishes: Vec::new(),
             body: self.body,
         }
     }

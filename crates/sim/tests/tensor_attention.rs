@@ -1,7 +1,7 @@
 //! Forward attention by `tcgen05`: right against f64, clean in every order, and wrong in every way that its roles can be.
 
 use crate::common::attention::{BASE, Case};
-use crate::common::mutate::{change, drop, drop_all, drop_waits_at, line};
+use crate::common::mutate::{change, drop, drop_all, drop_wait, drop_waits_at, line};
 use crate::common::seeds;
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{Kernel, Target, TensorUnit};
@@ -35,6 +35,10 @@ fn rows_are_those_of_f64() {
         Case { q_len: 300, k_len: 300, heads: [1, 1], rescale: suspicious, ..TENSOR },
         Case { dim: 96, q_len: 65, k_len: 129, causal: true, ..TENSOR },
         Case { dim: 40, k_len: 200, config: Some("groups=1 cols=64"), rescale: optimistic, ..TENSOR },
+        // p in parts of other widths, and whole.
+        Case { dim: 64, k_len: 200, causal: true, config: Some("cols=64 tail=16"), rescale: suspicious, ..TENSOR },
+        Case { dim: 64, k_len: 300, config: Some("cols=96"), rescale: Rescale::Lazy(8.0), ..TENSOR },
+        Case { dim: 64, k_len: 300, config: Some("tail=0"), rescale: suspicious, ..TENSOR },
     ];
     for (case, seed) in cases.iter().zip(1..) {
         check(case, &on("sm_100a", seed));
@@ -110,6 +114,21 @@ fn planted_bugs() {
         bug("tensor memory is kept", drop(k(), "tcgen05.dealloc", 0), &[Fault::TensorMemory], &[]),
         bug("fewer columns", change(k(), "tcgen05.alloc", 0, 1, |n| n / 2), &[Fault::OutOfBounds], &[]),
     ];
+    let (signals, between) = (publishes(&k()), wait_between_parts(&k()));
+    assert_eq!(signals.len(), 4, "two parts of a tile's first block, and of the others");
+    for (n, signal) in signals.into_iter().enumerate() {
+        let name = format!("part {} of p is never published", n % 2);
+        bugs.push(bug(&name, drop(k(), "mbarrier.arrive", signal), &[Fault::Deadlock], &[]));
+    }
+    bugs.extend([
+        bug("the second part of p not waited for", drop_wait(k(), between), races, &[store, output]),
+        bug(
+            "a product beyond the part that is published",
+            change(k(), "tcgen05.mma.ts", 5, 1, |n| n + 8),
+            races,
+            &[store, output],
+        ),
+    ]);
     // Any wait but one: o of a tile is read before p of the next one is written, and that is waited for.
     let after_o = |wait: &Line| *wait == empty_outputs(&k());
     for &wait in waits.iter().filter(|wait| !after_o(wait)) {
@@ -137,6 +156,37 @@ fn count(kernel: &Kernel, row: &str) -> usize {
     let mut n = 0;
     kernel.each_op(&mut |op| n += usize::from(op.inst.name == row));
     n
+}
+
+/// The signals that follow stores to tensor memory, among all arrivals.
+fn publishes(kernel: &Kernel) -> Vec<usize> {
+    let (mut arrivals, mut stored, mut found) = (0, false, Vec::new());
+    kernel.each_op(&mut |op| match op.inst.name {
+        "tcgen05.st" => stored = true,
+        "mbarrier.arrive" => {
+            if std::mem::take(&mut stored) {
+                found.push(arrivals);
+            }
+            arrivals += 1;
+        }
+        _ => {}
+    });
+    found
+}
+
+/// The first wait between two products with p, among all waits: the one for the second part of p.
+fn wait_between_parts(kernel: &Kernel) -> usize {
+    const WAIT: &str = "mbarrier.try_wait";
+    const PRODUCT: &str = "tcgen05.mma.ts";
+    let (mut waits, mut rows) = (0, Vec::new());
+    kernel.each_op(&mut |op| {
+        if [WAIT, PRODUCT, "tcgen05.mma.ss", "tcgen05.commit"].contains(&op.inst.name) {
+            rows.push((op.inst.name, waits));
+            waits += usize::from(op.inst.name == WAIT);
+        }
+    });
+    let between = rows.windows(3).find(|rows| [0, 1, 2].map(|i| rows[i].0) == [PRODUCT, WAIT, PRODUCT]);
+    between.expect("a wait between products with p")[1].1
 }
 
 /// The wait for an empty tile of o: the first one after the products of a tile's first scores.

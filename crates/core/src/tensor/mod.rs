@@ -4,6 +4,7 @@
 //! which this crate knows only the size ([`DeviceMemory`]). A view guarantees that every index inside the shape is
 //! inside the memory; a [`TensorViewMut`] also guarantees that no two indices share an element.
 
+mod footprint;
 mod layout;
 
 use crate::dtype::{DType, Element};
@@ -12,6 +13,7 @@ use layout::{for_each_offset, layout, no_overlap};
 use std::any::Any;
 use std::fmt;
 
+pub use footprint::Footprint;
 pub use layout::{Dims, MAX_RANK, TensorError, ask_memory};
 
 macro_rules! per_dtype {
@@ -250,6 +252,11 @@ impl<'a> TensorView<'a> {
     /// The device of the tensor.
     pub fn place(&self) -> Place {
         self.device.map_or(Place::Host, |memory| Place::Device(memory.device()))
+    }
+
+    /// The bytes of a tensor on a device; `None` for a host tensor, and for one without elements.
+    pub fn footprint(&self) -> Option<Footprint> {
+        Footprint::new(self.device?.address(), self.dtype().size_bytes(), &self.shape, &self.strides)
     }
 
     /// The memory of a tensor on a device.

@@ -2,7 +2,7 @@
 //!
 //! An item owns a key head of a sequence. It processes its value heads one after the other: forward once, to find the
 //! state before every chunk (memory proportional to the sequence), then backward. Letters as in [`super::chunk`]; dS is
-//! the gradient of the state after the chunk, Pg = scale G (Q K^T).
+//! the gradient of the state after the chunk, Pg = scale G (Q K^T). X is kept in `scaled`, and scale e dO overwrites dW.
 //!
 //! ```text
 //! dV' = t (K dS) + Pg^T dO      dW = Ag^T dV' = dV      X = -e dW      dAg = dV' W^T      dPg = dO V'^T
@@ -104,7 +104,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
     let (mut d_q, mut d_k) = (vec![0.0f32; rows], vec![0.0f32; rows]);
     let workspace_elems: usize = Workspace::sizes(cx).into_iter().map(Arena::room).sum();
     let room = Shared::room(cx) + ChunkData::room(cx, cx.vp) + 2 * Arena::room(size) + workspace_elems;
-    let mut lengths: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
+    let mut inverse_norms: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
     let mut normal: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
     with_workspace(room, |workspace| {
         let mut arena = Arena::new(workspace);
@@ -146,7 +146,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
                 shared.load(cx, s, key_head, chunk * CHUNK, Need::Outputs, &mut work.ahead);
                 for (i, rows) in [&*shared.q, &*shared.k].into_iter().enumerate() {
                     normal[i].extend_from_slice(rows);
-                    lengths[i].extend(&shared.lengths[i]);
+                    inverse_norms[i].extend(&shared.inverse_norms[i]);
                 }
             }
         }
@@ -154,7 +154,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
     for (i, (d, (to, strides))) in [(&mut d_q, &out.d_q), (&mut d_k, &out.d_k)].into_iter().enumerate() {
         let rows = cx.bound.row_layout(strides, s);
         for (t, d) in d.chunks_exact_mut(cx.kp).take(s.len).enumerate() {
-            if let Some(&inverse) = lengths[i].get(t) {
+            if let Some(&inverse) = inverse_norms[i].get(t) {
                 // y = x / |x|: dx = (dy - y (y . dy)) / |x|
                 let y = &normal[i][t * cx.kp..(t + 1) * cx.kp];
                 let mut along = [0.0];
@@ -220,6 +220,7 @@ impl HeadPass<'_> {
         let chunk = Chunk { cx, keys, work, gates: &gates, at, first };
         let mut sums = GateSums { d_g: [0.0; CHUNK], d_beta: [0.0; CHUNK], d_last: 0.0 };
         let ahead = &mut Ahead::default();
+        // The order matters: `state` overwrites dW, which the steps before it read, and `inverse` overwrites dAg.
         chunk.values(d_state, workspace, ahead);
         chunk.store_values(workspace, out);
         chunk.keys_and_queries(state, d_state, workspace, &mut sums, ahead);

@@ -95,7 +95,7 @@ pub(super) struct Shared<'w> {
     pub kk: &'w mut [f32],
     pub qk: &'w mut [f32],
     /// 1 / length of each row of q and k.
-    pub lengths: [Vec<f32>; 2],
+    pub inverse_norms: [Vec<f32>; 2],
 }
 
 impl<'w> Shared<'w> {
@@ -109,18 +109,18 @@ impl<'w> Shared<'w> {
     pub fn new(cx: &Context<'_>, arena: &mut Arena<'w>) -> Self {
         let [k, q, kt, kk, qk] = Self::sizes(cx).map(|n| arena.take(n));
         [&mut *kk, &mut *qk].into_iter().for_each(|x| x.fill(0.0));
-        Shared { k, q, kt, kk, qk, lengths: [Vec::new(), Vec::new()] }
+        Shared { k, q, kt, kk, qk, inverse_norms: [Vec::new(), Vec::new()] }
     }
 
     /// Loads the tokens of a key head, starting at `first`.
     pub fn load(&mut self, cx: &Context<'_>, s: &Tokens, key_head: usize, first: usize, need: Need, ahead: &mut Ahead) {
-        self.lengths[1] = cx.load_keys(cx.bound.k(), s, key_head, first, self.k);
+        self.inverse_norms[1] = cx.load_keys(cx.bound.k(), s, key_head, first, self.k);
         cx.kernels.transpose(self.k, cx.kp, self.kt, CHUNK, CHUNK, cx.kp);
         let size = [CHUNK, CHUNK, cx.kd];
         let operands = |left| [Matrix::new(left, cx.kp), Matrix::new(self.kt, CHUNK)];
         product(cx, self.kk, operands(self.k), size, Part::LowerResult, Sum::Fresh, ahead);
         if need == Need::Outputs {
-            self.lengths[0] = cx.load_keys(cx.bound.q(), s, key_head, first, self.q);
+            self.inverse_norms[0] = cx.load_keys(cx.bound.q(), s, key_head, first, self.q);
             product(cx, self.qk, operands(self.q), size, Part::LowerResult, Sum::Fresh, ahead);
         }
     }

@@ -1,6 +1,7 @@
 //! Parallax forward, a tile of queries at a time, in two passes over its keys. The first computes the scores S = Q K^T, the
-//! probes' scores U = R K^T, P and t. The second corrects the weights, W = P (1 + t - U), and adds W V to O. S and U of all
-//! keys are kept in between, so a tile takes memory for its queries times all keys.
+//! probes' scores U = R K^T, P = e^(S - m) (not yet divided by its sum l), and t, the mean of U under P. The second corrects the
+//! weights, W = P (1 + t - U), and adds W V to O. S and U of all keys are kept in between, so a tile takes memory for its
+//! queries times all keys.
 
 use crate::decode::Probe;
 use crate::forward::{Out, QueryTile, RunOptions, finish, items, scores, softmax};
@@ -37,8 +38,8 @@ struct Done {
     packed: bool,
     /// The packed weights and U of a block's later pieces.
     own: [Vec<f32>; 2],
-    /// For each pair of vectors: which lanes see non-finite values, if they do not see all.
-    seen: Vec<Option<Visible>>,
+    /// For each pair of vectors: which lanes see non-finite values, if not all lanes do.
+    nonfinite: Vec<Option<Visible>>,
 }
 
 /// The packed weights and U of a piece: its own, or those of all blocks from offset `at`.
@@ -85,8 +86,8 @@ struct Walk<'a> {
     blocks: usize,
     /// Elements of the packed weights of a block.
     weights: usize,
-    /// Blocks with packed weights of their own. Weights that softmax packs are kept for all blocks; others are packed
-    /// one block after the other, in one buffer.
+    /// Blocks with packed weights of their own. Softmax packs the weights of bf16 blocks, which are kept for the second pass;
+    /// others are packed in the second pass, one block after the other in one buffer.
     kept: usize,
     /// Whether softmax packs finite data: all of its blocks do the same.
     packs: bool,
@@ -111,9 +112,9 @@ impl<'a> Walk<'a> {
     fn new(cx: &'a Context<'a>, rx: &'a Context<'a>, policy: Policy, last_key: usize) -> Self {
         let (room, block) = (cx.unit.buffer_sizes(cx), cx.unit.block(cx));
         let (blocks, bf16) = (last_key.div_ceil(block), cx.problem.dtype() == DType::Bf16);
-        let kept = if bf16 { blocks } else { blocks.min(1) };
         let unit = cx.kernels.matrix_for(cx.problem.dtype());
         let packs = bf16 && cx.rounding.is_none() && unit.is_some_and(|unit| unit.bf16.suits(cx.exp));
+        let kept = if packs { blocks } else { blocks.min(1) };
         Walk { cx, rx, policy, unit, block, blocks, weights: room.weights, kept, packs }
     }
 
@@ -152,7 +153,7 @@ impl<'a> Walk<'a> {
     ) -> (Vec<Done>, [f32; MAX_LANES]) {
         let (cx, stride) = (self.cx, queries.lanes.stride);
         let k_len = cx.bound.sequences()[queries.tile.sequence].k_len;
-        // From here on attention takes several blocks at once, if it does at all.
+        // Attention takes several blocks at once from this key on (`forward::begin`), if it does at all.
         let seen_from = queries.lanes.lo[..stride].iter().max().map_or(0, |&lo| lo as usize);
         let pipelined = matches!(self.policy, Policy::Trust(_)) && cx.unit.span(cx) > 1 && !cx.has_expressions();
         let pipelined = pipelined && stride == cx.kernels.tile;
@@ -192,12 +193,12 @@ impl<'a> Walk<'a> {
         let [s, u] = [s, u].map(|x| &mut x[offset..][..self.block * stride]);
         let mut factors = [1.0; MAX_LANES];
         let mut rescaled = false;
-        let (seen, mut visible) = (std::mem::take(&mut step.ranges), Vec::new());
-        for ranges in in_pairs(seen, cx.whole_products()) {
+        let (all_ranges, mut nonfinite) = (std::mem::take(&mut step.ranges), Vec::new());
+        for ranges in in_pairs(all_ranges, cx.whole_products()) {
             step.ranges = ranges;
             scores(cx, queries, (&step, start), k, s, ahead, modifier);
             rx.unit.scores(rx, Products { step: &step, stride, ahead }, k, r, u);
-            visible.push(cx.hidden_values((&queries.tile, stride), (&step, start), v, s, values));
+            nonfinite.push(cx.hidden_values((&queries.tile, stride), (&step, start), v, s, values));
             if settles {
                 settle(cx, queries, &step, s, [k, v], &mut Scratch::new(values, to));
             }
@@ -220,9 +221,9 @@ impl<'a> Walk<'a> {
             rescaled |= stats.rescaled > 0;
             factors.iter_mut().zip(alpha).for_each(|(factor, own)| *factor *= own);
         }
-        step.ranges = seen;
+        step.ranges = all_ranges;
         let alpha = rescaled.then_some(factors);
-        Done { start, step, alpha, packed, own, seen: visible }
+        Done { start, step, alpha, packed, own, nonfinite }
     }
 
     /// The second pass: O, with weights that t corrects.
@@ -265,7 +266,7 @@ impl<'a> Walk<'a> {
         workspace: &mut Workspace<'_, '_>,
     ) {
         let (cx, block, stride) = (self.cx, self.block, queries.lanes.stride);
-        let Done { start, step, packed: weighed, own, seen: visible, .. } = done;
+        let Done { start, step, packed, own, nonfinite, .. } = done;
         let Workspace { s, u, values, weights, probes, ahead, .. } = workspace;
         let [to, packed_u] = piece_buffers(own, [weights, probes], self.weights_at(*start), self.weights);
         let [s, pu] = [s, u].map(|x| &mut x[*start * stride..][..block * stride]);
@@ -273,13 +274,13 @@ impl<'a> Walk<'a> {
             [&mut *s, &mut *pu].into_iter().for_each(|x| cx.kernels.scale_lanes(x, &later[..stride]));
         }
         let mut scratch = Scratch::new(values, to);
-        scratch.packed = *weighed;
-        let seen = std::mem::take(&mut step.ranges);
+        scratch.packed = *packed;
+        let all_ranges = std::mem::take(&mut step.ranges);
         // On vectors, sums are split where neighbours start or end, as in attention.
-        for (ranges, visible) in in_pairs(seen, cx.whole_products()).zip(visible) {
+        for (ranges, nonfinite) in in_pairs(all_ranges, cx.whole_products()).zip(nonfinite) {
             step.ranges = ranges;
             match self.unit {
-                Some(unit) if *weighed => {
+                Some(unit) if *packed => {
                     unit.bf16.reweigh(scratch.weights, packed_u, block / DEPTH, &ranges, mean);
                 }
                 // Correct the weights on the way into the panels. Non-finite values need the weights themselves.
@@ -295,8 +296,8 @@ impl<'a> Walk<'a> {
                 }
                 _ => cx.kernels.stage(Stage::Reweigh { p: s, pu, mean, ranges }),
             }
-            if let Some(seen) = visible {
-                cx.add_visible(&queries.tile, *start, seen, s, queries.o, scratch.values);
+            if let Some(lanes) = nonfinite {
+                cx.add_visible(&queries.tile, *start, lanes, s, queries.o, scratch.values);
                 continue;
             }
             let products = Products { step, stride, ahead };

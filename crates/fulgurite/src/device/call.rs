@@ -44,8 +44,9 @@ pub struct CheckedCall<O: Operator> {
 }
 
 impl<O: Operator> CheckedCall<O> {
-    /// A call with these tensors, which the caller has checked.
-    pub(crate) fn new(prepared: Arc<Prepared<O>>, tensors: TensorsOf<O>) -> CheckedCall<O> {
+    /// A call with tensors that fit the problem. [`Executable::launches`] checks what the kernels can address; shapes and
+    /// types are the caller's duty, as in [`Session::checked_forward`](super::Session::checked_forward).
+    pub(crate) fn trusted(prepared: Arc<Prepared<O>>, tensors: TensorsOf<O>) -> CheckedCall<O> {
         let needs = prepared.executable.needs(&tensors);
         CheckedCall { prepared, tensors, needs, planned: Mutex::default() }
     }

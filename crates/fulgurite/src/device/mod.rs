@@ -6,11 +6,13 @@
 //! modules    compiled kernels, by the plans that share them
 //! workspace  counters, scratch memory and copies for launches that follow each other
 //! memory     device memory as core's tensors see it
+//! aliasing   what a call writes shares no memory with anything else
 //! tensors    tensors that fit a problem, as the kernels take them
 //! transfer   tensors in host memory: copied to the device and back
 //! tensor_operator  operators over whole tensors, which are called by name
 //! ```
 
+mod aliasing;
 mod call;
 mod memory;
 mod modules;

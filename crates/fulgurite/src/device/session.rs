@@ -1,8 +1,9 @@
 //! A session: a device with its compiled kernels, prepared calls and workspaces.
 //!
-//! It has two caches: problem -> prepared call (here), and plan -> compiled kernels (`modules`). A [`CheckedCall`] keeps its
-//! launches: a program that repeats a call keeps it.
+//! It has two caches: problem -> prepared call (here), and plan -> compiled kernels (`modules`). A [`CheckedCall`] stores its
+//! launches, so a program that repeats a call should keep the `CheckedCall`.
 
+use super::aliasing;
 use super::call::{CheckedCall, PlannedLaunches, Prepared, Spans};
 use super::modules::{Modules, is_of};
 use super::tensors::{self, Misfit};
@@ -19,7 +20,7 @@ use fulgurite_ptx::BuildError;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream, Value, check_launch};
 use std::any::Any;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 /// Number of prepared calls that are kept.
 const MAX_PREPARED: usize = 512;
@@ -49,10 +50,10 @@ pub struct Session<D: Device + ?Sized> {
     tables: Tables,
     modules: Modules,
     workspaces: Workspaces,
-    /// `Arc<Prepared<O>>` of operators `O`.
+    /// Prepared calls of all operators together: `Arc<Prepared<O>>` without its type.
     prepared: Mutex<Lru<Box<dyn Any + Send + Sync>>>,
-    /// Memory for LSEs that the caller does not read. Old buffers are never freed, because captured launches write to
-    /// them.
+    /// Memory for LSEs that the caller does not read. Old buffers live as long as the session, because captured launches write
+    /// to them.
     unread: Mutex<Vec<Buffer>>,
     /// SMs that persistent kernels leave to others, such as to communication.
     sm_margin: AtomicU32,
@@ -122,14 +123,19 @@ impl<D: Device + ?Sized> Session<D> {
         Ok(prepared)
     }
 
-    /// Enqueues the launches of a checked call on a stream, without waiting. Everything else is checked before the first
-    /// launch.
+    /// Enqueues the launches of a checked call on a stream, without waiting. The first run plans and checks all launches before it
+    /// enqueues one; later runs in the same workspace enqueue the same launches.
     pub fn run_call<O: Operator>(&self, call: &CheckedCall<O>, stream: Stream<'_>) -> Result<(), Error> {
         let workspace = self.workspaces.of(&*self.device, stream)?;
         let mut guard = workspace.lock();
         let spans = self.spans(&mut guard, &call.needs)?;
         // If another thread runs the same call, this one plans its launches separately.
-        let (mut kept, mut own) = (call.planned.try_lock().ok(), None);
+        let kept = match call.planned.try_lock() {
+            Ok(kept) => Some(kept),
+            Err(TryLockError::Poisoned(kept)) => Some(kept.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        let (mut kept, mut own) = (kept, None);
         let planned = kept.as_deref_mut().unwrap_or(&mut own);
         let sms = self.sms();
         if planned.as_ref().is_none_or(|planned| planned.spans != spans || planned.sms != sms) {
@@ -218,16 +224,17 @@ impl<D: Device + ?Sized> Session<D> {
         let (problem, id) = (prepared.problem(), self.id());
         let bound = inputs.bind_on(problem, id)?;
         check_o_of(o, problem, result_dtype(problem, prepared.options().results), Place::Device(id))?;
+        let lse = lse.map(|lse| lse.as_view());
+        aliasing::check_forward(inputs, o, lse.as_ref())?;
         let lse = match lse {
             Some(view) => {
-                let view = view.as_view();
                 lse_fits("lse", &view, problem, Place::Device(id))?;
                 super::memory::span_of("lse", &view)?
             }
             None => self.unread(4 * problem.lse_dims().count() as u64)?,
         };
         let tensors = tensors::forward(&bound, o, lse, prepared.options().sinks).map_err(|e| self.misfit(e))?;
-        Ok(CheckedCall::new(prepared.clone(), tensors))
+        Ok(CheckedCall::trusted(prepared.clone(), tensors))
     }
 
     /// Enqueues the gradients of attention on a stream, without waiting.
@@ -254,13 +261,17 @@ impl<D: Device + ?Sized> Session<D> {
         let bound = inputs.bind_on(problem, id)?;
         saved.check_on(problem, Place::Device(id))?;
         gradients.check_of(problem, result_dtype(problem, prepared.options().results), Place::Device(id))?;
+        aliasing::check_backward(inputs, saved, gradients)?;
         let tensors = tensors::backward(&bound, saved, gradients).map_err(|e| self.misfit(e))?;
-        Ok(CheckedCall::new(prepared.clone(), tensors))
+        Ok(CheckedCall::trusted(prepared.clone(), tensors))
     }
 
     /// Enqueues C = A B on a stream, without waiting.
     pub fn product(&self, gemm: &Gemm, matrices: [Matrix; 3], stream: Stream<'_>) -> Result<(), Error> {
-        self.run_call(&CheckedCall::new(self.prepare::<Product>(gemm, &ProductOptions::default())?, matrices), stream)
+        self.run_call(
+            &CheckedCall::trusted(self.prepare::<Product>(gemm, &ProductOptions::default())?, matrices),
+            stream,
+        )
     }
 
     /// Memory for an LSE that the caller does not read; several launches may write it concurrently.
@@ -278,7 +289,8 @@ impl<D: Device + ?Sized> Session<D> {
         }
     }
 
-    /// Number of blocks that forward attention has recomputed, over all launches of a stream so far.
+    /// Number of blocks that forward attention has recomputed, over all launches with the stream's current counters. A call that
+    /// needs more counters starts anew.
     pub(super) fn blocks_redone(&self, prepared: &Prepared<Forward>, stream: Stream<'_>) -> Result<u32, DeviceError> {
         let (device, bytes) = (&*self.device, prepared.executable().plan().counter_bytes());
         let counters = self.workspaces.of(device, stream)?.lock().counters(device, bytes)?;
@@ -289,10 +301,10 @@ impl<D: Device + ?Sized> Session<D> {
 
     fn refuse(&self, refusal: Refusal) -> Error {
         match refusal {
-            Refusal::NoKernel(missing) => self.unsupported(missing.feature),
+            Refusal::NoKernel(missing) => self.unsupported(missing.feature, "the engine `cpu` has it"),
             Refusal::Gemm(e) => e.into(),
             Refusal::Tensors(e) => e.into(),
-            other => self.unsupported(other.to_string()),
+            other => self.unsupported(other.to_string(), "the engine `cpu` has it"),
         }
     }
 
@@ -303,9 +315,9 @@ impl<D: Device + ?Sized> Session<D> {
         }
     }
 
-    fn unsupported(&self, feature: String) -> Error {
+    fn unsupported(&self, feature: String, instead: &str) -> Error {
         let engine = self.id().kind.into();
-        Unsupported { engine, feature, instead: "the engine `cpu` has it".into() }.into()
+        Unsupported { engine, feature, instead: instead.into() }.into()
     }
 
     /// The error for a tile configuration that has no kernel, from the tables or from the caller.
@@ -314,7 +326,7 @@ impl<D: Device + ?Sized> Session<D> {
             true => "this tile configuration".into(),
             false => format!("the tile configuration that the profile of {} has", self.device.name()),
         };
-        self.unsupported(format!("a kernel with {whose}: {e}"))
+        self.unsupported(format!("a kernel with {whose}: {e}"), "choose another tile configuration")
     }
 }
 

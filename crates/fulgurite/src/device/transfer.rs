@@ -27,11 +27,20 @@ pub(crate) struct OnDevice<D: Device + ?Sized> {
     forced: Option<BackwardConfig>,
     /// The unit that multiplies matrices.
     unit: Option<TensorUnit>,
+    /// Whether the LSE is read.
+    lse: bool,
 }
 
 impl<D: Device + ?Sized> OnDevice<D> {
     pub fn new(device: Arc<D>, rescale: Option<Rescale>, tables: Tables) -> Self {
-        OnDevice { session: Session::new(device, tables), rescale, order: Order::Any, forced: None, unit: None }
+        OnDevice {
+            session: Session::new(device, tables),
+            rescale,
+            order: Order::Any,
+            forced: None,
+            unit: None,
+            lse: true,
+        }
     }
 
     /// This engine, accumulating gradients in the given order.
@@ -49,9 +58,14 @@ impl<D: Device + ?Sized> OnDevice<D> {
         OnDevice { unit, ..self }
     }
 
+    /// This engine for callers that do not read the LSE.
+    pub fn without_lse(self) -> Self {
+        OnDevice { lse: false, ..self }
+    }
+
     fn forward_options(&self, inputs: &Inputs<'_>) -> ForwardOptions {
         let sinks = inputs.sinks.as_ref().map(TensorView::dtype);
-        ForwardOptions { sinks, rescale: self.rescale, unit: self.unit, ..ForwardOptions::default() }
+        ForwardOptions { sinks, rescale: self.rescale, unit: self.unit, lse: self.lse, ..ForwardOptions::default() }
     }
 
     /// Runs a call, waits for it, and times it if requested.

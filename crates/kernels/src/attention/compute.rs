@@ -11,7 +11,7 @@ use crate::attention::source::KeySource;
 use crate::parts::mask::{Block, Spans};
 use crate::parts::modifier::{Parameters, Tanh};
 use crate::parts::row_sums::Added;
-use crate::parts::softmax::Totals;
+use crate::parts::softmax::{Numerators, Totals};
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Pipe, Pointer, Scope, Sum, Tile, Turns, Val, Var, Word};
 
@@ -206,7 +206,7 @@ where
 
     /// Computes p of a tile's first block, whose scores are settled.
     pub fn first(&self, w: &Scope<'k, Group>, p: &Fragment<'k, T>) {
-        self.fold.first(w, &self.s, p);
+        self.fold.first(w, &self.s, &Numerators::whole(p));
     }
 
     /// Sees all scores of a tile, down to block `first`, for folds that need them before the first p.
@@ -229,7 +229,8 @@ where
         self.output(w, old, true);
         w.wait_products(1);
         let block = self.take_block(w, cursor, n.get());
-        self.scoring.fold(w, &*self.fold, (&self.s, new, &self.o), (&block, &|| cursor.first_key(&block)), None);
+        let p = Numerators::whole(new);
+        self.scoring.fold(w, &*self.fold, (&self.s, &p, &self.o), (&block, &|| cursor.first_key(&block)), None);
         self.rings.values.done(w);
     }
 

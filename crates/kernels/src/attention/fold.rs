@@ -1,7 +1,7 @@
 //! Folds: how the scores of a tile's key blocks become numerators.
 
-use crate::parts::softmax::{Rescaled, Scores, Softmax, Totals};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, RowView, Scope, Word};
+use crate::parts::softmax::{Numerators, Rescaled, Scores, Softmax, Totals};
+use fulgurite_ptx::{Acc, Group, Half, Pair, RowView, Scope, Word};
 
 /// Turns the scores of successive key blocks into numerators p, which the kernel multiplies by v. Scores are accumulators
 /// of any tensor unit ([`RowView`]).
@@ -16,10 +16,17 @@ where
     fn see(&self, w: &Scope<'k, Group>, s: &A);
 
     /// Computes p of a tile's first block.
-    fn first(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>);
+    fn first(&self, w: &Scope<'k, Group>, s: &A, p: &Numerators<'_, 'k, T>);
 
     /// Computes p of a later block. Products into `o` may still run: the fold waits for them and rescales `o`.
-    fn next(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &dyn Rescaled<'k>, scores: &mut dyn Scores<'k>);
+    fn next(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &A,
+        p: &Numerators<'_, 'k, T>,
+        o: &dyn Rescaled<'k>,
+        scores: &mut dyn Scores<'k>,
+    );
 
     /// Maximum and sum of each row, after the last block.
     fn totals(&self, w: &Scope<'k, Group>, o: &A) -> Totals<'k>;
@@ -37,7 +44,7 @@ where
         Softmax::see(self, w, s);
     }
 
-    fn first(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>) {
+    fn first(&self, w: &Scope<'k, Group>, s: &A, p: &Numerators<'_, 'k, T>) {
         Softmax::first(self, w, s, p);
     }
 
@@ -45,7 +52,7 @@ where
         &self,
         w: &Scope<'k, Group>,
         s: &A,
-        p: &Fragment<'k, T>,
+        p: &Numerators<'_, 'k, T>,
         o: &dyn Rescaled<'k>,
         scores: &mut dyn Scores<'k>,
     ) {

@@ -9,7 +9,7 @@ use crate::parts::mask::{Block, Lengths, Spans};
 use crate::parts::modifier::{AuxArgs, Modifiers, Parameters, Tanh, TilePosition};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
-use crate::parts::softmax::Softmax;
+use crate::parts::softmax::{Numerators, Softmax};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{Exp, Mask, Problem, Rescale};
 use fulgurite_ptx::device::{Buffer, Device, Span, Stream};
@@ -131,12 +131,12 @@ fn build(p: &Params<'_, Call>, mask: &Mask, modifiers: &Modifiers, rescale: Resc
             match block {
                 0 => {
                     scoring.settle(w, &tile.s, first, &at);
-                    fold.first(w, &tile.s, &tile.p);
+                    fold.first(w, &tile.s, &Numerators::whole(&tile.p));
                 }
                 _ => scoring.fold(
                     w,
                     &fold,
-                    (&tile.s, &tile.p, &tile.o),
+                    (&tile.s, &Numerators::whole(&tile.p), &tile.o),
                     (&at, &|| first),
                     Some(&|w| tile.load(w, block)),
                 ),

@@ -6,9 +6,9 @@ use crate::parts::modifier::{Modifiers, Modify, Parameters, Tanh, TilePosition};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
 use crate::parts::sequences::{Counts, Sequences};
-use crate::parts::softmax::{Rescaled, Scores, Settled, Softmax};
+use crate::parts::softmax::{Numerators, Rescaled, Scores, Settled, Softmax, scaled};
 use fulgurite_core::{Exp, Rescale};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
+use fulgurite_ptx::{Acc, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
 use std::f32::consts::LOG2_E;
 
 /// Builds a section of the kernel.
@@ -102,7 +102,7 @@ impl<'k, A: RowView<'k>> Scoring<'_, 'k, A> {
         &self,
         w: &Scope<'k, Group>,
         fold: &dyn Fold<'k, T, A>,
-        (s, p, o): (&A, &Fragment<'k, T>, &dyn Rescaled<'k>),
+        (s, p, o): (&A, &Numerators<'_, 'k, T>, &dyn Rescaled<'k>),
         (block, first_key): (&Block<'k>, &dyn Fn() -> Val<'k, i32>),
         again: Option<Section<'_, 'k>>,
     ) where
@@ -145,6 +145,10 @@ struct Recomputed<'a, 'k> {
 impl<'k> Scores<'k> for Recomputed<'_, 'k> {
     fn exponent(&mut self, _: usize, _: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
         raw.mul_add(self.scale, shift)
+    }
+
+    fn exponents(&mut self, _: usize, _: u32, raw: &[Val<'k, f32>], shift: Val<'k, f32>) -> Vec<Val<'k, f32>> {
+        scaled(raw, self.scale, shift)
     }
 
     fn settle(&self, w: &Scope<'k, Group>) {

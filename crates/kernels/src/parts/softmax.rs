@@ -6,8 +6,9 @@
 use crate::parts::exp::{Element, exp2};
 use crate::parts::row_sums::Added;
 use fulgurite_core::{Exp, Rescale};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Var, Word};
+use fulgurite_ptx::{Acc, F32x2, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Var, Word};
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// A finite bound below every score. A row that has seen no key subtracts it, which avoids -inf minus -inf.
 const FLOOR: f32 = -1e30;
@@ -17,6 +18,11 @@ pub trait Scores<'k> {
     /// The exponent (a power of two) of an element, from its raw product and the shift of its row. `row` is one of the
     /// thread's rows, `col` the column relative to the thread's first.
     fn exponent(&mut self, row: usize, col: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32>;
+
+    /// The exponents of neighbouring elements of a row, of which the first has column `col`.
+    fn exponents(&mut self, row: usize, col: u32, raw: &[Val<'k, f32>], shift: Val<'k, f32>) -> Vec<Val<'k, f32>> {
+        raw.iter().zip(col..).map(|(&raw, col)| self.exponent(row, col, raw, shift)).collect()
+    }
 
     /// Whether the exponents requested so far may be wrong, so that the block must be recomputed.
     fn doubt(&self) -> Option<Val<'k, bool>> {
@@ -34,10 +40,75 @@ pub trait Rescaled<'k> {
 }
 
 impl<'k, A: RowView<'k>> Rescaled<'k> for A {
-    fn rescale_rows(&self, _: &Scope<'k, Group>, factor: &[Val<'k, f32>]) {
-        for (i, x) in self.elements().enumerate() {
-            self.set(i, x * factor[A::row_of(i)]);
+    fn rescale_rows(&self, w: &Scope<'k, Group>, factor: &[Val<'k, f32>]) {
+        let elements: Vec<Val<'k, f32>> = self.elements().collect();
+        for unit in units(width::<A>(w), 0..elements.len()) {
+            let factor = factor[A::row_of(unit.start)];
+            let scaled = match elements[unit.clone()] {
+                [x, y] => (x.beside(y) * factor.beside(factor)).numbers().to_vec(),
+                ref one => one.iter().map(|&x| x * factor).collect(),
+            };
+            unit.zip(scaled).for_each(|(i, x)| self.set(i, x));
         }
+    }
+}
+
+/// Number of neighbouring elements on which one instruction operates.
+fn width<'k, A: RowView<'k>>(w: &Scope<'k, Group>) -> usize {
+    A::TOGETHER.min(w.float_width())
+}
+
+/// Ranges of `width` elements.
+fn units(width: usize, elements: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = elements.end;
+    elements.step_by(width).map(move |start| start..end.min(start + width))
+}
+
+/// Raw products times a factor, plus a shift.
+pub fn scaled<'k>(raw: &[Val<'k, f32>], scale: Val<'k, f32>, shift: Val<'k, f32>) -> Vec<Val<'k, f32>> {
+    match *raw {
+        [x, y] => x.beside(y).mul_add(scale.beside(scale), shift.beside(shift)).numbers().to_vec(),
+        _ => raw.iter().map(|raw| raw.mul_add(scale, shift)).collect(),
+    }
+}
+
+/// The numerators p of a block: the registers that get them, and what happens when columns of them are complete.
+pub struct Numerators<'a, 'k, T>
+where
+    T: Half,
+    Pair<T>: Word,
+{
+    pub fragment: &'a Fragment<'k, T>,
+    /// Columns at which a new part begins, ascending. The kernel uses a part while the thread computes the next.
+    pub cuts: &'a [u32],
+    /// Called after each part with its number: its numerators are complete, and the rows that it will be added to have
+    /// been rescaled.
+    pub publish: &'a dyn Fn(&Scope<'k, Group>, u32),
+}
+
+impl<'a, 'k, T: Half> Numerators<'a, 'k, T>
+where
+    Pair<T>: Word,
+{
+    /// Numerators that the kernel uses together, after the softmax has returned.
+    pub fn whole(fragment: &'a Fragment<'k, T>) -> Self {
+        Numerators { fragment, cuts: &[], publish: &|_, _| {} }
+    }
+
+    /// The elements of each part, in register order, if a thread holds `count` elements of `cols` columns.
+    fn parts(&self, count: usize, cols: u32) -> Vec<Range<usize>> {
+        let ends = self.cuts.iter().map(|&col| count * col as usize / cols as usize).chain([count]);
+        let starts = std::iter::once(0).chain(ends.clone());
+        starts.zip(ends).map(|(start, end)| start..end).collect()
+    }
+}
+
+/// Elements that hold the exponents themselves.
+struct Exponents;
+
+impl<'k> Scores<'k> for Exponents {
+    fn exponent(&mut self, _: usize, _: u32, raw: Val<'k, f32>, _: Val<'k, f32>) -> Val<'k, f32> {
+        raw
     }
 }
 
@@ -47,6 +118,10 @@ pub struct Settled<'k>(pub Val<'k, f32>);
 impl<'k> Scores<'k> for Settled<'k> {
     fn exponent(&mut self, _: usize, _: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
         raw.mul_add(self.0, shift)
+    }
+
+    fn exponents(&mut self, _: usize, _: u32, raw: &[Val<'k, f32>], shift: Val<'k, f32>) -> Vec<Val<'k, f32>> {
+        scaled(raw, self.0, shift)
     }
 }
 
@@ -62,6 +137,8 @@ pub struct Softmax<'k, A = Acc<'k>> {
     /// -m scale of each row, added to the scaled scores.
     shift: Vec<Var<'k, f32>>,
     added: Added,
+    /// Number of elements on which one instruction operates.
+    width: usize,
     /// Partial sums of each row, if threads sum: two independent chains of additions instead of one.
     sums: Vec<Vec<Var<'k, f32>>>,
     view: PhantomData<A>,
@@ -73,6 +150,48 @@ struct Made<'k> {
     sums: Vec<Vec<Val<'k, f32>>>,
     /// The bitwise or of all p, if the tensor cores sum.
     bits: Option<Val<'k, u32>>,
+}
+
+/// Sums of numerators while a thread computes them: two chains of additions for each row, which one register holds where
+/// the target adds two floats at once. Both ways add in the same order.
+struct PartialSums<'k> {
+    /// By chain and row; empty if the tensor cores sum.
+    chains: Vec<Vec<Option<Val<'k, f32>>>>,
+    /// Both chains of each row.
+    both: Vec<Option<Val<'k, F32x2>>>,
+}
+
+impl<'k> PartialSums<'k> {
+    fn new(rows: usize, added: Added) -> Self {
+        PartialSums { chains: vec![vec![None; rows]; added.chains()], both: vec![None; rows] }
+    }
+
+    /// Adds neighbouring elements of a row, of which the first is number `first` of the thread's.
+    fn add(&mut self, row: usize, first: usize, terms: &[Val<'k, f32>]) {
+        match (&mut self.chains[..], terms) {
+            ([], _) => {}
+            (_, &[even, odd]) => {
+                let terms = even.beside(odd);
+                self.both[row] = Some(self.both[row].map_or(terms, |sum| sum + terms));
+            }
+            (chains, terms) => {
+                for (i, &term) in (first..).zip(terms) {
+                    let sum = &mut chains[i % 2][row];
+                    *sum = Some(sum.map_or(term, |sum| sum + term));
+                }
+            }
+        }
+    }
+
+    /// The sums, by chain and row.
+    fn numbers(mut self) -> Vec<Vec<Val<'k, f32>>> {
+        for (row, both) in self.both.iter().enumerate() {
+            let numbers = both.iter().flat_map(|both| both.numbers());
+            self.chains.iter_mut().zip(numbers).for_each(|(chain, sum)| chain[row] = Some(sum));
+        }
+        let found = |sum: Option<Val<'k, f32>>| sum.expect("bug in fulgurite: a tile without columns");
+        self.chains.into_iter().map(|rows| rows.into_iter().map(found).collect()).collect()
+    }
 }
 
 /// Maximum and sum of each of the thread's rows, which the end of a tile needs.
@@ -100,7 +219,10 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
     ) -> Self {
         let rows = || (0..A::ROWS).map(|_| w.var(0.0f32)).collect();
         let sums = (0..added.chains()).map(|_| rows()).collect();
-        Softmax { scale, rescale, exp, counters, max: rows(), shift: rows(), added, sums, view: PhantomData }
+        // Other policies rescale beside the exponentials of every block: with pairs, a few registers would spill.
+        let width = if matches!(rescale, Rescale::Optimistic(_)) { width::<A>(w) } else { 1 };
+        let view = PhantomData;
+        Softmax { scale, rescale, exp, counters, max: rows(), shift: rows(), added, width, sums, view }
     }
 
     /// The number of powers of two by which p is stored smaller than its true value. If no thread sums p, the kernel
@@ -138,37 +260,97 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         Settled(self.scale)
     }
 
-    /// Computes p of every score and packs it into `p`.
-    fn numerators<T: Half>(&self, s: &A, p: &Fragment<'k, T>, scores: &mut dyn Scores<'k>) -> Made<'k>
+    /// Computes p of a range of the elements, `width` at a time, and packs it into `p`.
+    fn numerators<T: Half>(
+        &self,
+        width: usize,
+        s: &A,
+        p: &Fragment<'k, T>,
+        scores: &mut dyn Scores<'k>,
+        elements: Range<usize>,
+    ) -> Made<'k>
     where
         Pair<T>: Word,
     {
         let shift: Vec<Val<'k, f32>> = self.shift.iter().map(|shift| shift.get()).collect();
-        let mut sums = vec![vec![None; A::ROWS]; self.added.chains()];
+        let mut sums = PartialSums::new(A::ROWS, self.added);
         let mut bits: Option<Val<'k, u32>> = None;
         let mut low = None;
-        let count = s.elements().count();
-        for (number, x) in s.elements().enumerate() {
-            let (i, row, col) = (number, A::row_of(number), A::col_of(number));
-            let e = exp2(self.exp, Element { number, count }, scores.exponent(row, col, x, shift[row]));
-            if let Some(rows) = sums.get_mut(i % 2) {
-                let sum: &mut Option<Val<'k, f32>> = &mut rows[row];
-                *sum = Some(sum.map_or(e, |sum| sum + e));
-            }
-            match low.take() {
-                None => low = Some(e),
-                Some(low) => {
-                    p.set_pair(i / 2, low, e);
-                    if self.added == Added::ByColumn {
-                        let pair = p.pair(i / 2);
-                        bits = Some(bits.map_or(pair, |bits| bits | pair));
+        let all: Vec<Val<'k, f32>> = s.elements().collect();
+        for unit in units(width, elements) {
+            let (row, col) = (A::row_of(unit.start), A::col_of(unit.start));
+            let exponents = scores.exponents(row, col, &all[unit.clone()], shift[row]);
+            let numbered = unit.clone().zip(exponents);
+            let count = all.len();
+            let numerators: Vec<Val<'k, f32>> =
+                numbered.map(|(number, x)| exp2(self.exp, Element { number, count }, x)).collect();
+            sums.add(row, unit.start, &numerators);
+            for (i, e) in unit.zip(numerators) {
+                match low.take() {
+                    None => low = Some(e),
+                    Some(low) => {
+                        p.set_pair(i / 2, low, e);
+                        if self.added == Added::ByColumn {
+                            let pair = p.pair(i / 2);
+                            bits = Some(bits.map_or(pair, |bits| bits | pair));
+                        }
                     }
                 }
             }
         }
-        let found = |sum: Option<Val<'k, f32>>| sum.expect("bug in fulgurite: a tile without columns");
-        let sums = sums.into_iter().map(|rows| rows.into_iter().map(found).collect());
-        Made { sums: sums.collect(), bits }
+        Made { sums: sums.numbers(), bits }
+    }
+
+    /// Computes the parts of p after the first, each once the part before it is published, and publishes the last.
+    fn rest<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &A,
+        p: &Numerators<'_, 'k, T>,
+        scores: &mut dyn Scores<'k>,
+        rest: &[Range<usize>],
+    ) where
+        Pair<T>: Word,
+    {
+        for (part, elements) in (0..).zip(rest) {
+            (p.publish)(w, part);
+            let made = self.numerators(self.width, s, p.fragment, scores, elements.clone());
+            self.add(&made);
+        }
+        (p.publish)(w, rest.len() as u32);
+    }
+
+    /// Adds the sums of a part to those of the rows.
+    fn add(&self, made: &Made<'k>) {
+        let sums = self.sums.iter().flatten().zip(made.sums.iter().flatten());
+        sums.for_each(|(sum, &part)| sum.set(sum.get() + part));
+    }
+
+    /// Replaces a range of the elements by their exponents, computed `width` at a time, and returns the largest.
+    fn exponents(
+        &self,
+        width: usize,
+        s: &A,
+        scores: &mut dyn Scores<'k>,
+        elements: Range<usize>,
+    ) -> Option<Val<'k, f32>> {
+        if elements.is_empty() {
+            return None;
+        }
+        let shift: Vec<Val<'k, f32>> = self.shift.iter().map(|shift| shift.get()).collect();
+        let mut most = [None::<Val<'k, f32>>; 2];
+        let all: Vec<Val<'k, f32>> = s.elements().collect();
+        for unit in units(width, elements) {
+            let (row, col) = (A::row_of(unit.start), A::col_of(unit.start));
+            let exponents = scores.exponents(row, col, &all[unit.clone()], shift[row]);
+            for (i, exponent) in unit.zip(exponents) {
+                s.set(i, exponent);
+                // Two independent chains of comparisons instead of one.
+                let most = &mut most[i % 2];
+                *most = Some(most.map_or(exponent, |most| most.max(exponent)));
+            }
+        }
+        most.into_iter().flatten().reduce(|a, b| a.max(b))
     }
 
     /// Whether p depends on the final maximum of its row, so that all scores must be seen before the first p.
@@ -189,7 +371,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
 
     /// Processes the first block of a tile: sets the maximum from the block, unless a scan has already found it, and
     /// starts the sums.
-    pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>)
+    pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Numerators<'_, 'k, T>)
     where
         Pair<T>: Word,
     {
@@ -197,8 +379,10 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             self.forget();
             self.see(w, s);
         }
-        let made = self.numerators(s, p, &mut self.settled());
+        let parts = p.parts(s.elements().count(), s.cols());
+        let made = self.numerators(self.width, s, p.fragment, &mut self.settled(), parts[0].clone());
         self.sums.iter().flatten().zip(made.sums.iter().flatten()).for_each(|(var, &sum)| var.set(sum));
+        self.rest(w, s, p, &mut self.settled(), &parts[1..]);
     }
 
     /// Processes a later block and adds to the sums. Products into `o` may still run: this function waits for them, and
@@ -207,7 +391,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         &self,
         w: &Scope<'k, Group>,
         s: &A,
-        p: &Fragment<'k, T>,
+        p: &Numerators<'_, 'k, T>,
         o: &dyn Rescaled<'k>,
         scores: &mut dyn Scores<'k>,
     ) where
@@ -223,12 +407,13 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
     }
 
     /// Uses the old maximum without looking at the scores. If a sum shows that it was too low, recomputes the block
-    /// with the true maximum.
+    /// with the true maximum. Once a part of p is published, products may use it, so the exponents of the other parts
+    /// are tested before.
     fn trust<T: Half>(
         &self,
         w: &Scope<'k, Group>,
         s: &A,
-        p: &Fragment<'k, T>,
+        p: &Numerators<'_, 'k, T>,
         o: &dyn Rescaled<'k>,
         limit: f32,
         scores: &mut dyn Scores<'k>,
@@ -237,14 +422,20 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
     {
         /// The bit of each half that is set if the half is at least 2, infinite or NaN.
         const TWO: u32 = 0x4000_4000;
-        let made = self.numerators(s, p, scores);
-        let parts: Vec<Var<'k, f32>> = made.sums.iter().flatten().map(|&sum| w.var(sum)).collect();
-        let most = parts.iter().map(|part| part.get()).reduce(|a, b| a.max(b));
+        let parts = p.parts(s.elements().count(), s.cols());
+        let (head, tail) = (parts[0].clone(), parts[0].end..s.elements().count());
+        let made = self.numerators(self.width, s, p.fragment, scores, head.clone());
+        let largest = self.exponents(self.width, s, scores, tail.clone());
+        let sums: Vec<Var<'k, f32>> = made.sums.iter().flatten().map(|&sum| w.var(sum)).collect();
+        let most = sums.iter().map(|part| part.get()).reduce(|a, b| a.max(b));
         let low = match (most, made.bits) {
             (Some(most), _) => most.gt(limit),
             (None, Some(bits)) => (bits & TWO).ne(0),
             (None, None) => unreachable!("bug in fulgurite: a tile without columns"),
         };
+        // If every exponent is at most this, the sum of the tail is within the limit.
+        let each = limit.log2() - self.margin().unwrap_or(0.0) - (tail.len().max(1) as f32).log2();
+        let low = largest.map_or(low, |largest| low | largest.gt(each));
         let again = scores.doubt().map_or(low, |doubt| low | doubt);
         // The branch depends on every exponential, so the assembler cannot hoist the wait below above them.
         w.when_rarely(w.any(again), |w| {
@@ -253,18 +444,27 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             });
             scores.settle(w);
             let alpha = self.raise_to(self.row_max(w, s));
-            let again = self.numerators(s, p, &mut self.settled()).sums;
-            parts.iter().zip(again.iter().flatten()).for_each(|(part, &sum)| part.set(sum));
+            // One element at a time: pairs in this copy of the code cost registers, and a few would spill.
+            let again = self.numerators(1, s, p.fragment, &mut self.settled(), head).sums;
+            self.exponents(1, s, &mut self.settled(), tail);
+            sums.iter().zip(again.iter().flatten()).for_each(|(part, &sum)| part.set(sum));
             A::wait(w);
             o.rescale_rows(w, &alpha);
         });
-        self.sums.iter().flatten().zip(&parts).for_each(|(sum, part)| sum.set(sum.get() + part.get()));
+        self.sums.iter().flatten().zip(&sums).for_each(|(sum, part)| sum.set(sum.get() + part.get()));
         A::wait(w);
+        self.rest(w, s, p, &mut Exponents, &parts[1..]);
     }
 
     /// Raises the maximum if the block's is larger (by more than `tau` powers of two), and rescales.
-    fn raise<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &dyn Rescaled<'k>, tau: Option<f32>)
-    where
+    fn raise<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &A,
+        p: &Numerators<'_, 'k, T>,
+        o: &dyn Rescaled<'k>,
+        tau: Option<f32>,
+    ) where
         Pair<T>: Word,
     {
         let new = self.row_max(w, s);
@@ -278,15 +478,16 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             None => new,
         };
         let alpha = self.raise_to(raised);
-        let made = self.numerators(s, p, &mut self.settled());
-        let sums = self.sums.iter().flatten().zip(made.sums.iter().flatten());
-        sums.for_each(|(sum, &part)| sum.set(sum.get() + part));
+        let parts = p.parts(s.elements().count(), s.cols());
+        let made = self.numerators(self.width, s, p.fragment, &mut self.settled(), parts[0].clone());
+        self.add(&made);
         let bits = made.bits.map(|bits| bits.to_f32_bits());
         A::wait_after(w, &made.sums.iter().flatten().copied().chain(bits).collect::<Vec<_>>());
         match moved {
             Some(moved) => w.when(moved, |w| o.rescale_rows(w, &alpha)),
             None => o.rescale_rows(w, &alpha),
         }
+        self.rest(w, s, p, &mut self.settled(), &parts[1..]);
     }
 
     /// Raises the maxima to at least `new`, rescales the sums, and returns the scale factors.

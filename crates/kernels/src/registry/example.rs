@@ -40,7 +40,7 @@ impl Example {
             Example::Attention { part, .. } => Some(match part {
                 AttentionPart::Forward | AttentionPart::Decode | AttentionPart::Backward { .. } => TensorUnit::Wgmma,
                 AttentionPart::ForwardSync | AttentionPart::BackwardSync { .. } => TensorUnit::MmaSync,
-                AttentionPart::ForwardTensor => TensorUnit::Tcgen05,
+                AttentionPart::ForwardTensor | AttentionPart::BackwardTensor { .. } => TensorUnit::Tcgen05,
             }),
         }
     }
@@ -140,6 +140,11 @@ pub enum AttentionPart {
     },
     /// A launch of the gradients on every GPU since Ampere (`mma.sync`), by its index in the plan.
     BackwardSync {
+        /// Index of the launch, from 0.
+        launch: usize,
+    },
+    /// A launch of the gradients on data-centre Blackwell (`tcgen05`), by its index in the plan.
+    BackwardTensor {
         /// Index of the launch, from 0.
         launch: usize,
     },

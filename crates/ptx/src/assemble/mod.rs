@@ -15,7 +15,7 @@
 mod order;
 mod report;
 
-pub use report::{Fault, LineMap, Message, MovedWait, Report, RustLine, Severity};
+pub use report::{Fault, LatePublish, LineMap, Message, MovedWait, Report, RustLine, Severity};
 
 use crate::kernel::Kernel;
 use std::ffi::OsString;
@@ -186,8 +186,9 @@ impl Assembler {
             {
                 report.local_lines = report::local_lines(&sass);
             }
-            if order::is_at_stake(&text) {
+            if order::is_at_stake(&text) || !kernel.publishes.is_empty() {
                 let sass = self.disassemble(kernel, &output, Lines::Text)?;
+                report.late_publishes = LatePublish::all(kernel, &text, &sass, &map);
                 let allowed: Vec<RustLine> = kernel.loose_waits.iter().map(|&at| at.into()).collect();
                 report.moved_waits = MovedWait::all(&order::moved(&text, &sass), &map);
                 report.moved_waits.retain(|moved| moved.at.as_ref().is_none_or(|at| !allowed.contains(at)));
@@ -196,7 +197,7 @@ impl Assembler {
         Ok(report)
     }
 
-    /// This assembler without the disassembler. It is faster, but finds neither moved waits nor the lines of spills.
+    /// This assembler without the disassembler. It is faster, but finds neither moved waits, nor late signals, nor the lines of spills.
     pub fn without_disassembler(self) -> Assembler {
         Assembler { nvdisasm: None, ..self }
     }

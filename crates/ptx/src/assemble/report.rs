@@ -1,7 +1,7 @@
 //! Parses the assembler's output.
 
 use super::AssembleError;
-use super::order::Moved;
+use super::order::{Late, Moved};
 use crate::kernel::Kernel;
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -205,6 +205,8 @@ pub enum Fault {
     Remark(Message),
     /// A `wgmma` wait precedes exponentials that were meant to overlap the products.
     MovedWait(MovedWait),
+    /// A signal that publishes part of a result follows exponentials of the rest.
+    LatePublish(LatePublish),
 }
 
 /// A `wgmma` wait that the assembler hoisted above exponentials, or dropped.
@@ -229,6 +231,46 @@ impl MovedWait {
             first: moved.behind.first().and_then(|&line| map.rust(line)),
         };
         moved.iter().map(read).collect()
+    }
+}
+
+/// A signal that publishes part of a result, and that the assembler moved behind exponentials of the rest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LatePublish {
+    /// Name of the role that signals.
+    pub role: String,
+    /// Rust line of the signal.
+    pub at: RustLine,
+    /// Number of exponentials that should follow the signal.
+    pub exponentials: usize,
+    /// How many of them precede it.
+    pub early: usize,
+}
+
+impl LatePublish {
+    pub(super) fn all(kernel: &Kernel, text: &str, sass: &str, map: &LineMap) -> Vec<LatePublish> {
+        let publish = |line: u32| {
+            let at = map.rust(line)?;
+            kernel.publishes.iter().find(|publish| RustLine::from(publish.at) == at)
+        };
+        let late = super::order::late(text, sass, |line| publish(line).is_some());
+        let read = |late: Late| {
+            let found = publish(late.signal)?;
+            let (role, at) = (found.role.clone(), found.at.into());
+            Some(LatePublish { role, at, exponentials: late.after, early: late.ahead.len() })
+        };
+        late.into_iter().filter_map(read).collect()
+    }
+}
+
+impl fmt::Display for LatePublish {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: role `{}` publishes part of a result too late: {} of the {} exponentials that follow come before the \
+             signal; put a branch between them that depends on the results before, or a wall",
+            self.at, self.role, self.early, self.exponentials
+        )
     }
 }
 
@@ -266,6 +308,7 @@ impl fmt::Display for Fault {
             }
             Fault::Remark(message) => message.fmt(f),
             Fault::MovedWait(moved) => moved.fmt(f),
+            Fault::LatePublish(late) => late.fmt(f),
         }
     }
 }
@@ -293,6 +336,8 @@ pub struct Report {
     pub local_lines: Vec<RustLine>,
     /// `wgmma` waits that precede exponentials meant to overlap the products; empty if no disassembler was found.
     pub moved_waits: Vec<MovedWait>,
+    /// Signals of part of a result that follow exponentials of the rest; empty if no disassembler was found.
+    pub late_publishes: Vec<LatePublish>,
     /// Machine code, an ELF file that the driver loads.
     pub cubin: Vec<u8>,
 }
@@ -319,12 +364,14 @@ impl Report {
             messages: Message::all(log, map),
             local_lines: Vec::new(),
             moved_waits: Vec::new(),
+            late_publishes: Vec::new(),
             cubin,
         })
     }
 
     /// Whether the machine code does what the kernel says: no spills, no local memory, no instruction lost, inserted or
-    /// serialised, no wait hoisted above work that was meant to overlap products. Other warnings are in
+    /// serialised, no wait hoisted above work that was meant to overlap products, no signal held back by work that should
+    /// follow it. Other warnings are in
     /// [`messages`](Report::messages) and are not faults.
     pub fn verdict(&self) -> Result<(), Vec<Fault>> {
         let mut faults = Vec::new();
@@ -337,6 +384,7 @@ impl Report {
         }
         faults.extend(self.messages.iter().filter(|m| m.is_fault()).cloned().map(Fault::Remark));
         faults.extend(self.moved_waits.iter().cloned().map(Fault::MovedWait));
+        faults.extend(self.late_publishes.iter().cloned().map(Fault::LatePublish));
         if faults.is_empty() { Ok(()) } else { Err(faults) }
     }
 }

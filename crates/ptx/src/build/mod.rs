@@ -14,6 +14,7 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
+mod float_pair;
 mod memory;
 mod role;
 mod scope;
@@ -23,12 +24,12 @@ pub use memory::{Pointer, Shared};
 pub use role::{RoleSize, Warpgroups, Warps};
 pub use scope::{Block, Group, GroupBarrier, Leave, RoleBarrier, Scope, Thread, Turns, WarpRole, Who, WholeWarps};
 pub(crate) use value::Src;
-pub use value::{Half, IntoVal, Pair, Val, Var, Word};
+pub use value::{F32x2, Half, IntoVal, Pair, Val, Var, Word};
 
 use crate::error::BuildError;
 use crate::global_tensor::TensorParam;
 use crate::inst::{Arg, Class, Inst, Op, Reg};
-use crate::kernel::{BoxShape, Kernel, Param, ParamKind, RoleUse, SharedUse, Stmt, Target};
+use crate::kernel::{BoxShape, Kernel, Param, ParamKind, Publish, RoleUse, SharedUse, Stmt, Target};
 use crate::table::{convert, mbarrier, memory as rows, sync, warp};
 use crate::tcgen05::CtaGroup;
 use crate::verify;
@@ -85,6 +86,8 @@ struct State {
     threads: u32,
     /// Waits that the assembler may move.
     loose_waits: Vec<&'static Location<'static>>,
+    /// Signals that later exponentials must not overtake.
+    publishes: Vec<Publish>,
     errors: Vec<BuildError>,
 }
 
@@ -185,6 +188,16 @@ impl Builder {
     /// Allows the assembler to move the wait built at this line.
     pub(crate) fn allow_moved_wait(&self, at: &'static Location<'static>) {
         self.state.borrow_mut().loose_waits.push(self.place.get().unwrap_or(at));
+    }
+
+    /// Forbids the assembler to move later exponentials above the signal built at this line.
+    pub(crate) fn keep_publish(&self, at: &'static Location<'static>) {
+        let mut state = self.state.borrow_mut();
+        let role = state.role.map_or_else(|| self.name.clone(), |(n, _)| state.roles[n].0.name.clone());
+        let publish = Publish { role, at: self.place.get().unwrap_or(at) };
+        if !state.publishes.contains(&publish) {
+            state.publishes.push(publish);
+        }
     }
 
     pub(crate) fn push(&self, stmt: Stmt) {
@@ -447,6 +460,7 @@ impl Builder {
             barriers: state.barriers,
             registers: state.registers,
             loose_waits: state.loose_waits,
+            publishes: state.publishes,
             body: state.blocks.into_iter().next().unwrap_or_default(),
         };
         verify::verify(&kernel)?;

@@ -37,8 +37,21 @@ words! {
     bool: Pred "pred" |x| u64::from(x);
     f16: B16 "f16" |x| u64::from(x.to_bits());
     bf16: B16 "bf16" |x| u64::from(x.to_bits());
+    F32x2: B64 "f32x2" |x| x.0;
     Pair<f16>: B32 "f16x2" |x| u64::from(x.0);
     Pair<bf16>: B32 "bf16x2" |x| u64::from(x.0);
+}
+
+/// Two f32 numbers in one register, the first in the low half.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct F32x2(u64);
+
+impl F32x2 {
+    /// The pair of two numbers.
+    pub fn new(numbers: [f32; 2]) -> Self {
+        let [low, high] = numbers.map(|x| u64::from(x.to_bits()));
+        F32x2(high << 32 | low)
+    }
 }
 
 /// Two 16-bit floats in one register, the first in the low half.

@@ -9,7 +9,7 @@ use crate::build::{Builder, Count, Scope, Val, WholeWarps};
 use crate::inst::{Arg, Base, Class};
 use crate::product::TileShape;
 use crate::sync::pipe::{Pipe, wait_phase};
-use crate::sync::tensor_ring::TensorRing;
+use crate::sync::tensor_ring::{RingShape, TensorRing};
 use crate::table::{convert, mbarrier, memory, tcgen05};
 use crate::tcgen05::CtaGroup;
 use crate::tensor_memory::TensorTile;
@@ -73,7 +73,7 @@ impl<'k> CtaPair<'k> {
     /// `rings` rings of `depth` tiles of accumulators with `cols` columns and 128 rows in each CTA.
     #[track_caller]
     pub fn tensor_ring(&self, name: &str, rings: u32, depth: u32, cols: u32) -> TensorRing<'k> {
-        self.k.tensor_ring_of(name, rings, depth, cols, CtaGroup::Pair)
+        self.k.tensor_rings(name, RingShape { rings, depth, cols, parts: 1 }, CtaGroup::Pair)
     }
 
     /// Columns of tensor memory for `count` tiles of accumulators with `cols` columns and 128 rows in each CTA; the first

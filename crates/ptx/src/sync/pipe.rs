@@ -434,6 +434,13 @@ impl<'k> Pipe<'k> {
         Numbers { address: self.row(stage.now(), w.first_col()) }
     }
 
+    /// The numbers of the stage that was waited for last, for threads that hold whole rows.
+    #[track_caller]
+    pub fn row_numbers(&self, w: &Scope<'k, Group>) -> Numbers<'k> {
+        let [stage, _] = self.ring.cursor("take");
+        Numbers { address: self.row(stage.now(), w.constant(0)) }
+    }
+
     /// Selects from an array of tiles, one per stage of this ring, the tile of the stage that was waited for last. For
     /// tiles that are written and read in step with the ring.
     #[track_caller]
@@ -538,6 +545,17 @@ impl<'k> Numbers<'k> {
         let regs = [0; 2].map(|_| w.k.register(Class::F32));
         let place = Arg::Address(Base::Reg(self.address.in_register()), (eight * 32) as i32);
         w.k.emit(&memory::LD_SHARED_F32, [Arg::List(regs.into()), place, Arg::Word(".v2")]);
+        regs.map(|reg| Val::reg(w.k, reg))
+    }
+
+    /// The numbers for columns `8 * eight .. 8 * eight + 8`, for threads that hold whole rows.
+    #[track_caller]
+    pub fn eight(&self, w: &Scope<'k, Group>, eight: u32) -> [Val<'k, f32>; 8] {
+        let regs = [0; 8].map(|_| w.k.register(Class::F32));
+        for (i, four) in regs.chunks_exact(4).enumerate() {
+            let place = Arg::Address(Base::Reg(self.address.in_register()), (eight * 32) as i32 + 16 * i as i32);
+            w.k.emit(&memory::LD_SHARED_F32, [Arg::List(four.into()), place, Arg::Word(".v4")]);
+        }
         regs.map(|reg| Val::reg(w.k, reg))
     }
 }

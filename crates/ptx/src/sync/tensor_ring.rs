@@ -31,27 +31,45 @@ pub struct TensorRing<'k> {
     /// Offsets of the first ring's mbarriers.
     full: u32,
     empty: u32,
+    /// Number of parts in which the warpgroup answers. The mbarriers of a part follow those of the part before it.
+    parts: u32,
     /// The first tile of the first ring.
     first: TensorTile<'k>,
+}
+
+/// The size of like rings of tiles.
+#[derive(Clone, Copy)]
+pub(crate) struct RingShape {
+    pub rings: u32,
+    /// Tiles of a ring.
+    pub depth: u32,
+    /// Columns of a tile.
+    pub cols: u32,
+    /// Parts in which the warpgroup answers.
+    pub parts: u32,
 }
 
 impl Builder {
     /// `rings` rings of `depth` tiles of accumulators with 128 rows and `cols` columns.
     #[track_caller]
     pub fn tensor_ring(&self, name: &str, rings: u32, depth: u32, cols: u32) -> TensorRing<'_> {
-        self.tensor_ring_of(name, rings, depth, cols, CtaGroup::Single)
+        self.tensor_rings(name, RingShape { rings, depth, cols, parts: 1 }, CtaGroup::Single)
+    }
+
+    /// `rings` rings of one tile of accumulators with 128 rows and `cols` columns. The warpgroup overwrites a tile in
+    /// `parts` parts and [publishes](TensorRing::publish) each.
+    #[track_caller]
+    pub fn tensor_ring_in_parts(&self, name: &str, rings: u32, cols: u32, parts: u32) -> TensorRing<'_> {
+        if parts == 0 {
+            self.refuse("a tile answered in 0 parts, allowed: 1 or more".into());
+        }
+        self.tensor_rings(name, RingShape { rings, depth: 1, cols, parts }, CtaGroup::Single)
     }
 
     /// Rings of tiles of single CTAs or of a pair.
     #[track_caller]
-    pub(crate) fn tensor_ring_of(
-        &self,
-        name: &str,
-        rings: u32,
-        depth: u32,
-        cols: u32,
-        group: CtaGroup,
-    ) -> TensorRing<'_> {
+    pub(crate) fn tensor_rings(&self, name: &str, shape: RingShape, group: CtaGroup) -> TensorRing<'_> {
+        let RingShape { rings, depth, cols, parts } = shape;
         let first = self.accumulators_of(name, rings * depth, cols, group);
         let ids = (0..rings).map(|_| {
             let id = self.new_pipe(name, 1);
@@ -62,8 +80,19 @@ impl Builder {
         let full = self.mbarriers(&format!("{name}.full"), rings * depth, crate::build::Count::Fixed(1));
         // The warps of both CTAs of a pair answer to the leader.
         let answers = crate::build::Count::Fixed(group.ctas() * WARPS);
-        let empty = self.mbarriers(&format!("{name}.empty"), rings * depth, answers);
-        TensorRing { k: self, ids, depth, full, empty, first }
+        let empty = self.mbarriers(&format!("{name}.empty"), rings * depth * parts, answers);
+        TensorRing { k: self, ids, depth, full, empty, parts, first }
+    }
+
+    /// A ring of one tile that lies in columns which are already allocated, and that every warp of `groups` warpgroups
+    /// empties. Rings over the same columns must take turns by the order of the products into them.
+    #[track_caller]
+    pub fn tensor_ring_of<'k>(&'k self, name: &str, tile: TensorTile<'k>, groups: u32) -> TensorRing<'k> {
+        let id = self.new_pipe(name, 1);
+        self.pipe_filled(id);
+        let full = self.mbarriers(&format!("{name}.full"), 1, crate::build::Count::Fixed(1));
+        let empty = self.mbarriers(&format!("{name}.empty"), 1, crate::build::Count::Fixed(WARPS * groups));
+        TensorRing { k: self, ids: vec![id], depth: 1, full, empty, parts: 1, first: tile }
     }
 }
 
@@ -90,6 +119,15 @@ impl<'k> TensorRing<'k> {
     #[track_caller]
     fn barrier(&self, first: u32, which: Which<'k>, stage: Val<'k, u32>) -> Val<'k, u32> {
         self.index(which, stage).mul_add(8, self.k.shared_address(first))
+    }
+
+    /// Offset of the first mbarrier of the answers to a part.
+    #[track_caller]
+    fn answers(&self, part: u32) -> u32 {
+        if part >= self.parts {
+            self.k.refuse(format!("part {part} of a tile in {} parts, allowed: smaller numbers", self.parts));
+        }
+        self.empty + 8 * self.ids.len() as u32 * self.depth * part
     }
 
     /// Advances to the next stage; past the last stage, to the first one with the other parity.
@@ -141,12 +179,15 @@ impl<'k> TensorRing<'k> {
         self.advance(cursor);
     }
 
-    /// Waits until the warpgroup has answered to the last tile of a ring of one. Each tile has one answer.
+    /// Waits until the warpgroup has published a part of the last tile, in a ring of one tile. The role waits for every
+    /// part of a tile, in their order.
     #[track_caller]
-    pub fn await_answer(&self, _: &Scope<'k, WarpRole>, which: Which<'k>) {
+    pub fn await_part(&self, _: &Scope<'k, WarpRole>, which: Which<'k>, part: u32) {
         let cursor = self.cursor(which, "answer");
-        self.wait(self.empty, which, cursor);
-        self.advance(cursor);
+        self.wait(self.answers(part), which, cursor);
+        if part + 1 == self.parts {
+            self.advance(cursor);
+        }
     }
 
     /// Waits for the next full tile, and returns it.
@@ -166,23 +207,29 @@ impl<'k> TensorRing<'k> {
     #[track_caller]
     pub fn give_back<W: WholeWarps>(&self, w: &Scope<'k, W>, which: Which<'k>) {
         w.wait_tensor_loads();
-        self.signal(w, which);
+        self.signal(w, which, self.parts - 1);
     }
 
-    /// Like [`give_back`](Self::give_back), after the warp has also stored to the tile.
+    /// Publishes a part of the tile that was waited for, after the warp has stored it. The last part gives the tile
+    /// back. After any other part follows a wall, because the assembler would compute the next part before it signals;
+    /// the [verdict](crate::assemble::Report::verdict) on a kernel tells whether the wall holds.
     #[track_caller]
-    pub fn publish<W: WholeWarps>(&self, w: &Scope<'k, W>, which: Which<'k>) {
+    pub fn publish<W: WholeWarps>(&self, w: &Scope<'k, W>, which: Which<'k>, part: u32) {
         w.wait_tensor_stores();
-        self.signal(w, which);
+        self.signal(w, which, part);
+        if part + 1 < self.parts {
+            self.k.keep_publish(Location::caller());
+            self.k.wall();
+        }
     }
 
     #[track_caller]
-    fn signal<W: WholeWarps>(&self, w: &Scope<'k, W>, which: Which<'k>) {
+    fn signal<W: WholeWarps>(&self, w: &Scope<'k, W>, which: Which<'k>, part: u32) {
         self.ids.iter().for_each(|&id| self.k.pipe_emptied(id));
         let cursor = self.cursor(which, "take");
         self.k.emit(&tcgen05::FENCE, [Arg::Word("before")]);
         w.sync_warp();
-        let empty = self.barrier(self.empty, which, cursor[0].now());
+        let empty = self.barrier(self.answers(part), which, cursor[0].now());
         let (lane, at) = (w.lane(), Location::caller());
         self.k.placed(at, || {
             let (empty, arrive) = match self.first.group() {
@@ -193,6 +240,8 @@ impl<'k> TensorRing<'k> {
                 w.k.emit(arrive, [Arg::Address(Base::Reg(empty.in_register()), 0)]);
             });
         });
-        self.advance(cursor);
+        if part + 1 == self.parts {
+            self.advance(cursor);
+        }
     }
 }

@@ -85,6 +85,10 @@ rows! {
     SPLIT_64: "mov.split.b64", "mov.b64 {d}, {a};", [outs("d", B32), arg("a", B64)], Alu, MOVE, |m, op| split(m, op, 32);
     /// 64 bits from two halves, low first.
     JOIN_64: "mov.join.b64", "mov.b64 {d}, {a};", [out("d", B64), args("a", B32)], Alu, MOVE, |m, op| join(m, op, 32);
+    /// Two floats in one register, the first in the low half.
+    SPLIT_F32: "mov.split.f32", "mov.b64 {d}, {a};", [outs("d", F32), reg("a", B64)], Alu, MOVE, |m, op| split(m, op, 32);
+    /// The register of two floats, the first in the low half.
+    JOIN_F32: "mov.join.f32", "mov.b64 {d}, {a};", [out("d", B64), args("a", F32)], Alu, MOVE, |m, op| join(m, op, 32);
     /// The two halves of 32 bits, low first.
     SPLIT_32: "mov.split.b32", "mov.b32 {d}, {a};", [outs("d", B16), arg("a", B32)], Alu, MOVE, |m, op| split(m, op, 16);
     /// 32 bits from two halves, low first.

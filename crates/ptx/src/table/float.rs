@@ -1,8 +1,8 @@
 //! Arithmetic of 32-bit floats and of pairs of 16-bit floats.
 
 use super::pure;
-use crate::inst::Class::{B32, F32};
-use crate::inst::{Inst, Needs, Op, Unit, arg, out, reg, word};
+use crate::inst::Class::{B32, B64, F32};
+use crate::inst::{Inst, Needs, Op, Operand, Unit, arg, out, reg, word};
 use crate::machine::{Machine, each};
 use crate::model;
 
@@ -89,6 +89,65 @@ pub static MAX: Inst = pure(
     Unit::Alu,
     |m, op| binary(m, op, model::max),
     SOURCE,
+);
+
+/// d = the largest of three; a NaN operand is ignored.
+pub static MAX3: Inst = Inst {
+    needs: Needs { ptx: (8, 8), ..Needs::BLACKWELL },
+    ..pure(
+        "max3.f32",
+        "max.f32 {d}, {a}, {b}, {c};",
+        &[out("d", F32), arg("a", F32), arg("b", F32), arg("c", F32)],
+        Unit::Alu,
+        |m, op| {
+            each(m, op, |x| {
+                let [a, b, c] = [x[0], x[1], x[2]].map(|bits| f32::from_bits(bits as u32));
+                u64::from(model::max(model::max(a, b), c).to_bits())
+            });
+        },
+        SOURCE,
+    )
+};
+
+/// Computes both floats of registers that hold two.
+fn both(m: &mut dyn Machine, op: &Op, f: fn(&[f32]) -> f32) {
+    each(m, op, |x| {
+        let number = |shift: u32| {
+            let numbers: Vec<f32> = x.iter().map(|&bits| f32::from_bits((bits >> shift) as u32)).collect();
+            u64::from(f(&numbers).to_bits())
+        };
+        number(32) << 32 | number(0)
+    });
+}
+
+/// An operation on registers that hold two floats.
+const fn two_floats(
+    name: &'static str,
+    text: &'static str,
+    operands: &'static [Operand],
+    meaning: fn(&mut dyn Machine, &Op),
+) -> Inst {
+    Inst { needs: Needs::BLACKWELL, ..pure(name, text, operands, Unit::Fma, meaning, SOURCE) }
+}
+
+/// d = a + b for both floats.
+pub static ADD_F32X2: Inst =
+    two_floats("add.f32x2", "add.rn.f32x2 {d}, {a}, {b};", &[out("d", B64), reg("a", B64), reg("b", B64)], |m, op| {
+        both(m, op, |x| x[0] + x[1])
+    });
+
+/// d = a * b for both floats. The assembler may fuse it with an addition that alone uses the result.
+pub static MUL_F32X2: Inst =
+    two_floats("mul.f32x2", "mul.rn.f32x2 {d}, {a}, {b};", &[out("d", B64), reg("a", B64), reg("b", B64)], |m, op| {
+        both(m, op, |x| x[0] * x[1])
+    });
+
+/// d = a * b + c for both floats, each rounded once.
+pub static FMA_F32X2: Inst = two_floats(
+    "fma.f32x2",
+    "fma.rn.f32x2 {d}, {a}, {b}, {c};",
+    &[out("d", B64), reg("a", B64), reg("b", B64), reg("c", B64)],
+    |m, op| both(m, op, |x| x[0].mul_add(x[1], x[2])),
 );
 
 /// d = the smaller of both; a NaN operand is ignored.
@@ -295,6 +354,7 @@ pub static TANH_PAIR: Inst = Inst {
 
 /// All rows of this family.
 pub static ROWS: &[&Inst] = &[
-    &ADD, &ADD_DOWN, &SUB, &MUL, &FMA, &DIV, &MAX, &MIN, &NEG, &ABS, &EX2, &LG2, &RCP, &RSQRT, &SQRT, &TANH, &FMA_PAIR,
-    &ADD_PAIR, &MUL_PAIR, &SUB_PAIR, &MAX_PAIR, &MIN_PAIR, &EX2_PAIR, &TANH_PAIR,
+    &ADD, &ADD_DOWN, &SUB, &MUL, &FMA, &DIV, &MAX, &MAX3, &ADD_F32X2, &MUL_F32X2, &FMA_F32X2, &MIN, &NEG, &ABS, &EX2,
+    &LG2, &RCP, &RSQRT, &SQRT, &TANH, &FMA_PAIR, &ADD_PAIR, &MUL_PAIR, &SUB_PAIR, &MAX_PAIR, &MIN_PAIR, &EX2_PAIR,
+    &TANH_PAIR,
 ];

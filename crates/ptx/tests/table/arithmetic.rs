@@ -49,6 +49,32 @@ fn floats_round_to_nearest() {
     }
 }
 
+/// Each half of a register with two floats is computed as one float would be.
+#[test]
+fn two_floats_are_computed_like_one() {
+    let pair = |low: f32, high: f32| u64::from(high.to_bits()) << 32 | u64::from(low.to_bits());
+    for (a, b) in FLOATS.into_iter().flat_map(|a| FLOATS.map(|b| (a, b))) {
+        let (c, d) = (2.5, -0.75);
+        for (two, one, terms) in [
+            (&float::ADD_F32X2, &float::ADD, 2),
+            (&float::MUL_F32X2, &float::MUL, 2),
+            (&float::FMA_F32X2, &float::FMA, 3),
+        ] {
+            let (low, high) = ([a, b, c], [d, a, b]);
+            let inputs: Vec<u64> = (0..terms).map(|i| pair(low[i], high[i])).collect();
+            let got = compute(two, &inputs, &[]);
+            for (got, x) in [(got as u32, low), ((got >> 32) as u32, high)] {
+                let want = float(one, &x[..terms]);
+                assert!(same(f32::from_bits(got), want), "{} of {x:?} is {got:#x}, not {want:e}", two.name);
+            }
+        }
+        for c in FLOATS {
+            let want = float(&float::MAX, &[float(&float::MAX, &[a, b]), c]);
+            assert!(same(float(&float::MAX3, &[a, b, c]), want), "{a:e}, {b:e}, {c:e}");
+        }
+    }
+}
+
 #[test]
 fn fused_products_round_once() {
     let e = 2f32.powi(-12);
@@ -417,6 +443,10 @@ fn moves_and_halves_of_registers() {
     assert_eq!([split[0][5], split[1][5]], [0x5566_7788, 0x1122_3344]);
     let split = execute(&mut warp, &convert::SPLIT_32, &[Given::Room(2), same(0x1122_3344)]);
     assert_eq!([split[0][5], split[1][5]], [0x3344, 0x1122]);
+    let split = execute(&mut warp, &convert::SPLIT_F32, &[Given::Room(2), same(0x1122_3344_5566_7788)]);
+    assert_eq!([split[0][0], split[1][0]], [0x5566_7788, 0x1122_3344]);
+    let joined = execute(&mut warp, &convert::JOIN_F32, &[Given::List(vec![[1; 32], [2; 32]])]);
+    assert_eq!(joined[0][0], 2 << 32 | 1);
     let joined = execute(&mut warp, &convert::JOIN_64, &[Given::List(vec![[1; 32], [2; 32]])]);
     assert_eq!(joined[0][31], 2 << 32 | 1);
     let joined = execute(&mut warp, &convert::JOIN_32, &[Given::List(vec![[1; 32], [2; 32]])]);

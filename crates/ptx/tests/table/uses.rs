@@ -107,6 +107,7 @@ impl Use {
             barriers: 1,
             registers: self.registers.0,
             loose_waits: Vec::new(),
+            publishes: Vec::new(),
             body,
         };
         let text = kernel.ptx();

@@ -61,7 +61,12 @@ impl Case {
     pub fn plan_for(&self, target: Target) -> BackwardPlan {
         let plan = match target.arch.tensor {
             TensorUnit::Wgmma => BackwardPlan::new(&self.problem(), self.d_lse, self.order).unwrap(),
-            _ => BackwardPlan::mma_sync(&self.problem(), (self.d_lse, self.order), target.arch).unwrap(),
+            TensorUnit::Tcgen05 => {
+                BackwardPlan::tcgen05(&self.problem(), (self.d_lse, self.order), target.arch).unwrap()
+            }
+            TensorUnit::MmaSync => {
+                BackwardPlan::mma_sync(&self.problem(), (self.d_lse, self.order), target.arch).unwrap()
+            }
         };
         self.config.map_or(plan.clone(), |config| plan.with_config(config))
     }

@@ -122,6 +122,9 @@ impl TileConfig for BackwardConfig {
 
     fn neighbours(self, head_dim: u32) -> Vec<BackwardConfig> {
         let rows = [self.rows.saturating_sub(16), self.rows + 16, 64, 128].map(|rows| BackwardConfig { rows, ..self });
+        if self.is_tensor() {
+            return self.tensor_neighbours(head_dim);
+        }
         if self.is_sync() {
             let mut choices = BackwardConfig::sync_choices(head_dim);
             choices.retain(|config| *config != self);
@@ -209,6 +212,8 @@ impl BackwardConfig {
             (Share::Pairs, Adds::Threads) => {
                 self.rows == 64 && self.depth == 2 && self.key_depth == 1 && (129..=256).contains(&head_dim)
             }
+            (Share::Tensor, Adds::CopyEngine) => self.has_tensor_kernel(head_dim),
+            (Share::Tensor, Adds::Threads) => false,
             (Share::Columns | Share::Pairs | Share::Warps32 | Share::Warps16, Adds::CopyEngine) => false,
             // A warp has half of the columns of d_k and d_v of its keys in registers, next to p and d_p of half a step.
             (Share::Warps32, Adds::Threads) => match self.rows {
@@ -247,9 +252,9 @@ impl BackwardConfig {
         self.rows / self.share.ctas()
     }
 
-    /// Whether the copy engine adds d_q.
+    /// Whether the copy engine adds d_q that warpgroups multiply transposed, with the services around it.
     pub fn has_bulk_reduce(&self) -> bool {
-        self.adds == Adds::CopyEngine
+        self.adds == Adds::CopyEngine && self.share == Share::Keys
     }
 
     /// Elements of rows as the products see them. Missing elements are read as zeros. If warpgroups share columns, halves are whole
@@ -261,6 +266,7 @@ impl BackwardConfig {
             (Share::Pairs, _) => [256, dv.next_multiple_of(128)],
             // Halves are multiples of 16 columns.
             (Share::Warps32 | Share::Warps16, _) => dims.map(|d| d.next_multiple_of(32)),
+            (Share::Tensor, _) => [d, dv],
             (Share::Keys, _) if d.max(dv) > 64 => [128, dv],
             (Share::Keys, Adds::CopyEngine) => [64, dv],
             (Share::Keys, Adds::Threads) => [d, dv],
@@ -282,6 +288,7 @@ impl BackwardConfig {
     /// Columns of a warpgroup's part of d_q, as a product, for rows of `dim` elements.
     pub fn cols(&self, dim: u32) -> u32 {
         match (self.adds, self.rows) {
+            _ if self.is_tensor() => dim,
             (Adds::CopyEngine, rows) if dim > 64 => rows,
             (Adds::CopyEngine, rows) => rows / 2,
             (Adds::Threads, 64) => dim / (2 * self.share.ctas()),

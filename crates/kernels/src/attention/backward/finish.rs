@@ -12,7 +12,9 @@ use crate::parts::arguments::DeviceTensor;
 use crate::parts::results::ResultType;
 use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Pointer, Scope, Target, Val, Var, Who, WholeWarps, Word};
+use fulgurite_ptx::{
+    BuildError, Half, Kernel, Pair, Pointer, Scope, Target, TensorUnit, Val, Var, Who, WholeWarps, Word,
+};
 
 /// Eight elements of a row of a result. The row and the number of the eight are each a value plus a constant, which are added only
 /// where they are used: their sum would take a register until then.
@@ -158,24 +160,38 @@ pub(crate) struct SumLayout {
     d: u32,
     /// Columns of a warpgroup's part, as a product.
     cols: u32,
-    /// Whether rows of the product are elements of the result, and columns its rows.
-    transposed: bool,
-    /// Whether each of a thread's four elements of eight columns lies beside the same one of the other threads, so that
-    /// threads that add single elements add to neighbouring words.
-    planes: bool,
+    order: SumOrder,
+}
+
+/// The order of the sums of some rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum SumOrder {
+    /// `[warpgroup][eight columns][thread][4]`.
+    Fours,
+    /// The same, where rows of the product are elements of the result, and columns its rows.
+    Transposed,
+    /// `[warpgroup][eight columns][4][thread]`: threads that add single elements add to neighbouring words.
+    Planes,
+    /// `[four columns][row][4]`: a thread has a row.
+    Rows,
 }
 
 impl SumLayout {
     /// Layout of one step's d_q sums.
     pub fn of_queries(shape: &KernelShape) -> SumLayout {
         let (d, config) = (shape.dims[0], shape.config);
-        let (cols, transposed) = (config.cols(d), config.has_bulk_reduce());
-        SumLayout { rows: config.rows, d, cols, transposed, planes: config.is_sync() }
+        let order = match config.share.unit() {
+            TensorUnit::MmaSync => SumOrder::Planes,
+            TensorUnit::Tcgen05 => SumOrder::Rows,
+            TensorUnit::Wgmma if config.has_bulk_reduce() => SumOrder::Transposed,
+            TensorUnit::Wgmma => SumOrder::Fours,
+        };
+        SumLayout { rows: config.rows, d, cols: config.cols(d), order }
     }
 
     /// Layout of the d_k or d_v of 64 keys with `d` elements each.
     pub fn of_keys(d: u32) -> SumLayout {
-        SumLayout { rows: 64, d, cols: d, transposed: false, planes: false }
+        SumLayout { rows: 64, d, cols: d, order: SumOrder::Fours }
     }
 }
 
@@ -224,7 +240,7 @@ impl<'k> Results<'k> {
 
     /// Whether rows of the sums are elements of the result, and columns its rows.
     pub fn transposed(&self) -> bool {
-        self.layout.transposed
+        self.layout.order == SumOrder::Transposed
     }
 
     /// Items of a step. An item is what one thread loads and stores at once.
@@ -242,18 +258,20 @@ impl<'k> Results<'k> {
         }
     }
 
-    /// Fours of an item: the offset of the first in the sums of a step, the distance from one to the next, and their number.
-    fn fours(&self, item: Val<'k, u32>) -> (Val<'k, u32>, u32, u32) {
-        let SumLayout { cols, d, .. } = self.layout;
-        match self.transposed() {
+    /// Fours of an item: the offset of the first in the sums of a step, and their distances from it.
+    fn fours(&self, item: Val<'k, u32>) -> (Val<'k, u32>, Vec<u32>) {
+        let SumLayout { rows, cols, d, order } = self.layout;
+        let apart = |apart: u32, count: u32| (0..count).map(|i| apart * i).collect();
+        match order {
             // An item has sixteen elements of two neighbouring queries.
-            true => {
+            SumOrder::Transposed => {
                 let (sixteen, pair) = (item % (d / 16), item / (d / 16));
                 let (group, warp) = (sixteen / 4, sixteen & 3);
-                (group * (64 * cols) + (pair / 4) * 512 + warp * 128 + (pair & 3) * 4, 16, 8)
+                let start = group * (64 * cols) + (pair / 4) * 512 + warp * 128 + (pair & 3) * 4;
+                (start, apart(16, 8))
             }
             // An item has eight columns of two rows, 8 apart.
-            false => {
+            SumOrder::Fours | SumOrder::Planes => {
                 let (eight, pair) = (item % (d / 8), item / (d / 8));
                 let (sixteen, row) = (pair / 8, pair & 7);
                 let (group, eight_of_group, warp) = match cols == d {
@@ -261,18 +279,24 @@ impl<'k> Results<'k> {
                     false => (eight / (cols / 8), eight % (cols / 8), sixteen),
                 };
                 let start = group * (64 * cols) + eight_of_group * 512;
-                match self.layout.planes {
-                    true => (start + warp * 32 + row * 4, 128, 4),
-                    false => (start + warp * 128 + row * 16, 4, 4),
+                match order == SumOrder::Planes {
+                    true => (start + warp * 32 + row * 4, apart(128, 4)),
+                    false => (start + warp * 128 + row * 16, apart(4, 4)),
                 }
+            }
+            // An item has eight columns of two neighbouring rows: the fours of both fill sectors of 32 bytes.
+            SumOrder::Rows => {
+                let (eight, pair) = (item % (d / 8), item / (d / 8));
+                (eight * (8 * rows) + pair * 8, vec![0, 4, 4 * rows, 4 * rows + 4])
             }
         }
     }
 
     /// The fours of an item as eights of rows.
     fn eights(&self, item: Val<'k, u32>, fours: &[[Val<'k, f32>; 4]]) -> Vec<Eight<'k>> {
-        match self.transposed() {
-            true => {
+        let by_eight = || (item % (self.layout.d / 8), item / (self.layout.d / 8));
+        match self.layout.order {
+            SumOrder::Transposed => {
                 let (sixteen, pair) = (item % (self.layout.d / 16), item / (self.layout.d / 16));
                 let of = |query: usize, half: usize| Eight {
                     row: (pair * 2, query as u32),
@@ -281,9 +305,9 @@ impl<'k> Results<'k> {
                 };
                 vec![of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
             }
-            false => {
-                let (eight, pair) = (item % (self.layout.d / 8), item / (self.layout.d / 8));
-                let planes = self.layout.planes;
+            SumOrder::Fours | SumOrder::Planes => {
+                let (eight, pair) = by_eight();
+                let planes = self.layout.order == SumOrder::Planes;
                 let of = |half: usize| Eight {
                     row: ((pair / 8) * 16 + (pair & 7), 8 * half as u32),
                     eight: (eight, 0),
@@ -292,6 +316,15 @@ impl<'k> Results<'k> {
                         let (thread, element) = (i / 2, 2 * half + i % 2);
                         if planes { fours[element][thread] } else { fours[thread][element] }
                     }),
+                };
+                vec![of(0), of(1)]
+            }
+            SumOrder::Rows => {
+                let (eight, pair) = by_eight();
+                let of = |row: usize| Eight {
+                    row: (pair * 2, row as u32),
+                    eight: (eight, 0),
+                    sums: std::array::from_fn(|i| fours[2 * (i / 4) + row][i % 4]),
                 };
                 vec![of(0), of(1)]
             }
@@ -315,9 +348,9 @@ impl<'k> Results<'k> {
 
     /// Loads the sums of an item of a step.
     pub fn load<W: Who>(&self, w: &Scope<'k, W>, sums: Pointer<'k, f32>, item: Val<'k, u32>) -> Vec<[Val<'k, f32>; 4]> {
-        let (first, apart, count) = self.fours(item);
+        let (first, offsets) = self.fours(item);
         let from = sums.at(first);
-        (0..count).map(|i| from.load_some(w, apart * i)).collect()
+        offsets.into_iter().map(|offset| from.load_some(w, offset)).collect()
     }
 
     /// An item whose sums are loaded, ready to be stored. All threads of a warp call this together.

@@ -1,8 +1,8 @@
 //! The main kernel of backward: persistent CTAs with a load role and two warpgroups that compute.
 //!
-//! A CTA has a tile of keys of one head. It walks over all queries that see them, a step of some rows at a time, of all query
-//! heads that share the keys. d_k and d_v stay in registers to the end, so their sums are deterministic. Keys are the rows
-//! of the scores. d_q is added to f32 sums in global memory; [`d_q`](crate::attention::backward::d_q) says how. How the two
+//! A CTA owns one tile of keys of one key/value head. For each query head of that group it loops over the steps of queries that
+//! see the tile. It computes S^T = K Q^T, so the rows of its accumulators are keys: d_k and d_v stay in registers to the end,
+//! and their sums are deterministic. d_q is added to f32 sums in global memory; [`d_q`](crate::attention::backward::d_q) says how. How the two
 //! warpgroups share a tile is a schedule (`schedules`); with CTA pairs, two CTAs share two tiles.
 
 use crate::attention::backward::d_q::service::{Actor, Log};

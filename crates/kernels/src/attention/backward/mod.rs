@@ -4,7 +4,7 @@
 //! d_p = d_o v^T, d_z = p (d_p - delta), d_v = p^T d_o, d_k = scale d_z^T q, d_q = scale d_z k.
 //!
 //! 1. [`prepare`] computes delta and the LSE in powers of two. It zeroes the f32 sums of d_q that the first tiles need.
-//! 2. [`main`] (on Hopper) or [`mma_sync`] (on every GPU since Ampere) computes d_k, d_v and the sums of d_q. With the [rounding service](d_q) it also converts d_q to 16 bits.
+//! 2. [`main`] (on Hopper), [`tcgen05`] (on data-centre Blackwell) or [`mma_sync`] (on every GPU since Ampere) computes d_k, d_v and the sums of d_q. With the [rounding service](d_q) it also converts d_q to 16 bits.
 //! 3. [`finish`] converts d_q otherwise.
 //! 4. [`heads`] adds the parts of d_k and d_v, if the query heads of a key/value head are spread over CTAs.
 //!
@@ -15,6 +15,7 @@
 //! and from the problem's sizes ([`plan`]), and decides which services the main kernel has.
 
 pub mod config;
+mod cursor;
 pub mod d_q;
 mod features;
 pub mod finish;
@@ -33,6 +34,7 @@ pub mod sinks;
 mod spread;
 mod state;
 mod step_ranges;
+pub mod tcgen05;
 mod tensors;
 mod tiles;
 mod walk;

@@ -18,7 +18,7 @@ pub use crate::attention::backward::tensors::Tensors;
 use crate::attention::backward::tensors::named;
 use crate::attention::backward::{
     Adds, BackwardConfig, Features, ModifierGradients, Order, Share, Spread, finish, heads as add_heads, main,
-    mma_sync, prepare, sinks, zero,
+    mma_sync, prepare, sinks, tcgen05, zero,
 };
 use crate::attention::forward::plan::NoKernel;
 use crate::configs::ConfigTable;
@@ -35,7 +35,7 @@ use facts::Facts;
 use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Precision, Problem};
 use fulgurite_ptx::device::{Plan, Span};
-use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
+use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, TensorUnit, Word, bf16, f16};
 use heads::can_spread;
 use schedule::Schedule;
 use std::ops::Range;
@@ -50,8 +50,12 @@ const MOST: usize = 256;
 const SHORT: usize = 2048;
 /// Blocks of a mask that are multiples of this in both directions consist of whole steps and whole tiles of a warpgroup.
 const STEP: usize = 64;
+/// The keys of a warpgroup's tile by `tcgen05`, of which blocks of a mask then consist.
+const TENSOR_KEYS: usize = 128;
 /// A row coordinate past every tensor: the copy engine reads zeros there.
-const OUTSIDE: u64 = 1 << 30;
+const OUTSIDE: u64 = MAX_COUNT;
+/// Kernels count keys, and chunks of 16 bytes in rows, in 32 bits with a sign; one bit is left for sums of two of them.
+const MAX_COUNT: u64 = 1 << 30;
 
 /// A backward call: facts of the problem, and the schedule that a configuration makes of them.
 #[derive(Debug, Clone, PartialEq)]
@@ -60,8 +64,8 @@ pub struct BackwardPlan {
     schedule: Schedule,
 }
 
-/// The kernels of a call. They run in this order: prepare, zero, block_table or expression, step ranges, sinks, main, finish,
-/// heads, exact.
+/// The kernels of a call. They run in this order: prepare, zero, block_table or expression, step ranges, sinks, main, heads,
+/// finish, exact.
 #[derive(Clone)]
 pub struct Kernels {
     /// Runs first: delta, the LSE in powers of two, and zeros.
@@ -144,7 +148,7 @@ impl BackwardPlan {
         arch: Arch,
         skipping: Skipping,
     ) -> Result<BackwardPlan, NoKernel> {
-        let facts = facts_of(problem, pass, arch, skipping)?;
+        let facts = facts_of(problem, pass, arch, (skipping, [STEP; 2]))?;
         let config = facts.pairs_or_spread(config_of(problem, &facts.features, table)?);
         BackwardPlan::of(facts, config)
     }
@@ -155,7 +159,7 @@ impl BackwardPlan {
         if order == Order::Fixed {
             return missing("gradients in a fixed order".into());
         }
-        let facts = facts_of(problem, (d_lse, order), arch, Skipping::ByLists)?;
+        let facts = facts_of(problem, (d_lse, order), arch, (Skipping::ByLists, [STEP; 2]))?;
         let dims = facts.features.dims;
         match BackwardConfig::sync(&facts.features, arch) {
             Some(config) => BackwardPlan::of(facts, config),
@@ -168,35 +172,56 @@ impl BackwardPlan {
         }
     }
 
+    /// The plan of a problem for `tcgen05`, which data-centre Blackwell GPUs have.
+    pub fn tcgen05(problem: &Problem, (d_lse, order): (bool, Order), arch: Arch) -> Result<BackwardPlan, NoKernel> {
+        let missing = |what: String| Err(NoKernel { feature: format!("{what} by tcgen05") });
+        if order == Order::Fixed {
+            return missing("gradients in a fixed order".into());
+        }
+        let facts = facts_of(problem, (d_lse, order), arch, (Skipping::ByExpression, [STEP, TENSOR_KEYS]))?;
+        let dims = facts.features.dims;
+        match BackwardConfig::tensor(&facts.features) {
+            Some(config) => BackwardPlan::of(facts, config),
+            None => missing(format!("backward of head dims {} and {} (up to 128 are supported)", dims[0], dims[1])),
+        }
+    }
+
     /// The plan of a problem with a configuration that has a kernel for it.
     fn of(facts: Facts, config: BackwardConfig) -> Result<BackwardPlan, NoKernel> {
+        BackwardPlan { schedule: Schedule::new(&facts, config), facts }.checked()
+    }
+
+    /// This plan, unless its kernels cannot count what the problem has. The count depends on the configuration.
+    pub fn checked(self) -> Result<BackwardPlan, NoKernel> {
         let missing = |feature: String| Err(NoKernel { feature });
-        let plan = BackwardPlan { schedule: Schedule::new(&facts, config), facts };
-        // The prepare kernel counts threads, and parts of rows of eight elements, in 32 bits.
-        let [d, dv] = plan.schedule.shape.dims;
-        let most = plan.schedule.rows * u64::from(d.max(dv) / 8);
-        if let Some((n, what)) = [(most, "row chunks of 16 bytes"), (plan.facts.lengths()[1], "keys")]
-            .into_iter()
-            .find(|(n, _)| *n >= OUTSIDE)
+        let chunks = u64::from(self.schedule.shape.dims.into_iter().max().unwrap_or(0)) / UNIT as u64;
+        if let Some((n, what)) =
+            [(self.schedule.rows * chunks, "row chunks of 16 bytes"), (self.facts.lengths()[1], "keys")]
+                .into_iter()
+                .find(|(n, _)| *n >= MAX_COUNT)
         {
             return missing(format!("backward of {n} {what} (fewer than 2^30 are supported)"));
         }
-        let aux = 0..plan.facts.aux_shapes.len();
-        if let Some(n) = aux.map(|aux| plan.facts.exact_words(aux)).find(|n| *n >= 1 << 31) {
+        let aux = 0..self.facts.aux_shapes.len();
+        if let Some(n) = aux.map(|aux| self.facts.exact_words(aux)).find(|n| *n >= 1 << 31) {
             return missing(format!(
-                "gradients of auxiliary tensors in a fixed order in {n} words (it has less than 2^31)"
+                "gradients of auxiliary tensors in a fixed order in {n} words (fewer than 2^31 are supported)"
             ));
         }
-        Ok(plan)
+        Ok(self)
     }
 
-    /// Refuses a configuration of the other tensor unit, and one whose steps are not in one block each if the kernel looks up
-    /// blocks by steps.
-    pub fn takes(&self, config: &BackwardConfig) -> Result<(), NoKernel> {
-        if config.is_sync() != self.config().is_sync() {
-            let [own, other] = if config.is_sync() { ["mma.sync", "wgmma"] } else { ["wgmma", "mma.sync"] };
-            return Err(NoKernel { feature: format!("a tile configuration of {own} for {other}") });
+    /// Refuses a configuration of another tensor unit.
+    pub fn check_unit(&self, config: &BackwardConfig) -> Result<(), NoKernel> {
+        let [asked, own] = [config.share.unit(), self.config().share.unit()];
+        match asked == own {
+            true => Ok(()),
+            false => Err(NoKernel { feature: format!("a tile configuration of {asked} for {own}") }),
         }
+    }
+
+    /// Refuses a configuration whose steps are not in one block each, if the kernel looks up blocks by steps.
+    pub fn check_steps(&self, config: &BackwardConfig) -> Result<(), NoKernel> {
         let by_steps = self.facts.features.modifiers.modifiers.block_kind.is_some();
         match self.facts.blocks.filter(|_| by_steps) {
             Some(BlockSpec { rows, .. }) if !rows.is_multiple_of(config.rows as usize) => {
@@ -207,8 +232,8 @@ impl BackwardPlan {
     }
 
     /// This plan with another configuration, which must fit the problem's head dims. [`config`](Self::config) is the
-    /// configuration as the kernels use it: with the rounding service and split tiles or a fixed order, its `key_depth`
-    /// is 1.
+    /// configuration as the kernels use it: if the main kernel rounds d_q, and also splits tiles or adds in a fixed order,
+    /// `key_depth` becomes 1.
     pub fn with_config(self, config: BackwardConfig) -> BackwardPlan {
         BackwardPlan { schedule: Schedule::new(&self.facts, config), ..self }
     }
@@ -230,7 +255,7 @@ impl BackwardPlan {
             config if can_spread(&config) => config,
             _ => BackwardConfig::columns(),
         };
-        Ok(BackwardPlan { schedule: Schedule::new(&facts, config), facts })
+        BackwardPlan { schedule: Schedule::new(&facts, config), facts }.checked()
     }
 
     /// Refuses gradients that the kernels cannot address, and a configuration that has no kernel for f32 ones.
@@ -245,6 +270,11 @@ impl BackwardPlan {
             check_f32(name, tensor, 4)?;
         }
         Ok(())
+    }
+
+    /// The element type of the gradients of q, k and v, and whether they are added to given ones.
+    pub fn result_type(&self) -> ResultType {
+        self.facts.results
     }
 
     /// The configuration of the main kernel.
@@ -298,10 +328,12 @@ impl BackwardPlan {
         let has_aux = !features.modifiers.aux.is_empty();
         let is_exact = features.modifiers.exact.contains(&true);
         let (prepare, of_prepare) = prepare::program::<T>(target, features, shape)?.split();
-        let (main, of_main) = match shape.config.is_sync() {
-            true => mma_sync::program::<T>(target, features, shape)?.split(),
-            false => main::program::<T>(target, features, shape)?.split(),
+        let main = match shape.config.share.unit() {
+            TensorUnit::Wgmma => main::program::<T>,
+            TensorUnit::MmaSync => mma_sync::program::<T>,
+            TensorUnit::Tcgen05 => tcgen05::program::<T>,
         };
+        let (main, of_main) = main(target, features, shape)?.split();
         let (finish, of_finish) = parts((!shape.rounds).then(|| finish::program::<T>(target, features, shape)))?;
         let (heads, of_heads) =
             parts((shape.spread != Spread::No).then(|| add_heads::program::<T>(target, features, shape)))?;
@@ -369,6 +401,12 @@ impl BackwardPlan {
         steps.sum::<u64>().saturating_mul(batch as u64).saturating_mul(self.facts.heads[0])
     }
 
+    /// Steps of queries of each tile of keys of a (head, sequence) pair, in a batch of equal sequences.
+    pub fn tile_steps(&self) -> Vec<u64> {
+        let Layout::Dense { q_len, k_len, .. } = self.facts.layout else { return Vec::new() };
+        tile_steps(&self.facts.features.mask, [q_len, k_len], self.config()).collect()
+    }
+
     /// The copies of tensors that a call needs before and after its kernels, if any.
     pub fn copies(&self, tensors: &Tensors) -> Option<Copies> {
         Copies::of(&named(tensors)[..self.copied_rows()], self.facts.features.ragged.any())
@@ -418,12 +456,12 @@ enum Skipping {
     ByExpression,
 }
 
-/// The facts of a problem, or why there is no kernel for it.
+/// The facts of a problem, or why there is no kernel for it. The kernel looks up blocks of a mask by `unit` queries and keys.
 fn facts_of(
     problem: &Problem,
     (d_lse, order): (bool, Order),
     arch: Arch,
-    skipping: Skipping,
+    (skipping, unit): (Skipping, [usize; 2]),
 ) -> Result<Facts, NoKernel> {
     let missing = |feature: String| Err(NoKernel { feature });
     let number = match problem.dtype() {
@@ -433,7 +471,7 @@ fn facts_of(
     };
     let dims = [problem.head_dim(), problem.value_dim()];
     if let Some(d) = dims.into_iter().find(|d| *d > MOST) {
-        return missing(format!("backward of head_dim {d} (it has them up to {MOST})"));
+        return missing(format!("backward of head_dim {d} (up to {MOST} are supported)"));
     }
     // Tensors whose rows are not a multiple of this are copied to memory with padded rows.
     let dims = dims.map(|d| d.next_multiple_of(UNIT) as u32);
@@ -455,7 +493,8 @@ fn facts_of(
         (problem.mask().spans_only(), problem.mask_rest().cloned(), problem.aux().to_vec());
     // Without scores there is nothing to modify or to mask. Auxiliary tensors may be empty then; none is read.
     let has_scores = problem.batch() > 0 && problem.max_q_len() > 0 && problem.max_k_len() > 0;
-    // In a fixed order every step under a table of blocks is computed, but only those that the spans leave without one.
+    // A table of blocks takes the place of the spans, and in a fixed order it skips no step. The spans do skip steps, so a fixed
+    // order keeps them and applies the rest of the mask to each element.
     let may_skip = has_scores && order == Order::Any && skipping == Skipping::ByExpression;
     let expression = ExpressionBlocks::new(problem).filter(|_| may_skip);
     let of_expression = expression.as_ref().map(ExpressionBlocks::spec);
@@ -463,7 +502,7 @@ fn facts_of(
     let mut block_kind = None;
     if let Some(spec) = blocks {
         mask = Mask::none();
-        (block_kind, rest) = match spec.rows.is_multiple_of(STEP) && spec.cols.is_multiple_of(STEP) {
+        (block_kind, rest) = match spec.rows.is_multiple_of(unit[0]) && spec.cols.is_multiple_of(unit[1]) {
             true => {
                 let (kind, mask) = by_block(problem, spec, &mut aux);
                 (Some(kind), mask)
@@ -502,14 +541,15 @@ fn config_of(
         true => table.find(largest, problem.max_k_len() as u64),
         false => BackwardConfig::with_room(largest, ragged, modifiers.register_pressure()),
     };
-    if config.is_sync() {
+    if config.share.unit() != TensorUnit::Wgmma {
         return Err(NoKernel { feature: format!("backward by wgmma with tile configuration `{config}`") });
     }
     if !config.has_kernel(largest) {
         return Err(NoKernel { feature: format!("backward of head_dim {largest} with tile configuration `{config}`") });
     }
-    // Longer steps, copy-engine reduction at head dims up to 64, and CTA pairs fit the registers only if the mask has at most
-    // one edge and exponentials are the special function unit's.
+    // Longer steps, copy-engine reduction at head dims up to 64, and CTA pairs fit the registers only without a window, and with
+    // exponentials of the special function unit. In the transposed mask, causal bounds queries on the left, and a window's
+    // left side bounds them on the right.
     let spans = Spans::of(&features.mask).transposed();
     let fits = matches!(features.exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
     let short = spans.bounded_left() && problem.max_q_len() <= SHORT;

@@ -1,6 +1,6 @@
 //! How warpgroups share a tile, and the unit that adds d_q. The kernels ask these two values for numbers and shapes.
 
-use fulgurite_ptx::{Swizzle, TileShape};
+use fulgurite_ptx::{Swizzle, TensorUnit, TileShape};
 use serde::{Deserialize, Serialize};
 
 /// How the two warpgroups of a CTA share a tile.
@@ -20,14 +20,26 @@ pub enum Share {
     Warps32,
     /// `mma.sync` with a tile of 64 keys, 16 for each warp: half the registers of [`Share::Warps32`], or rows twice as long.
     Warps16,
+    /// By `tcgen05`: a tile has 128 keys. d_k, d_v and d_q are in tensor memory. Each warpgroup computes p and d_z of half of the
+    /// queries, and a third one moves d_q to its sums.
+    Tensor,
 }
 
 impl Share {
     /// Keys of a tile.
     pub fn keys(self) -> u32 {
         match self {
-            Share::Keys | Share::Pairs | Share::Warps32 => 128,
+            Share::Keys | Share::Pairs | Share::Warps32 | Share::Tensor => 128,
             Share::Columns | Share::Warps16 => 64,
+        }
+    }
+
+    /// The unit that multiplies.
+    pub fn unit(self) -> TensorUnit {
+        match self {
+            Share::Keys | Share::Columns | Share::Pairs => TensorUnit::Wgmma,
+            Share::Warps32 | Share::Warps16 => TensorUnit::MmaSync,
+            Share::Tensor => TensorUnit::Tcgen05,
         }
     }
 
@@ -35,7 +47,7 @@ impl Share {
     pub fn ctas(self) -> u32 {
         match self {
             Share::Pairs => 2,
-            Share::Keys | Share::Columns | Share::Warps32 | Share::Warps16 => 1,
+            Share::Keys | Share::Columns | Share::Warps32 | Share::Warps16 | Share::Tensor => 1,
         }
     }
 

@@ -181,21 +181,27 @@ pub(crate) fn probabilities<'k>(
     probabilities_of(main.exp, main.scale_log2, s, |eight| shift.pair(w, eight), after);
 }
 
-/// Replaces the scores in `s` by p. `shift` gives -LSE in powers of two of the thread's two columns of each eight; `after` is
+/// Elements of eight columns that a thread has in a row, and in all its rows.
+const fn of_eight<'k, A: RowView<'k>>() -> [usize; 2] {
+    let run = A::RUN as usize;
+    [run, run * A::ROWS]
+}
+
+/// Replaces the scores in `s` by p. `shift` gives -LSE in powers of two of the thread's columns of each eight; `after` is
 /// called after each eight columns.
-pub(crate) fn probabilities_of<'k, A: RowView<'k>>(
+pub(crate) fn probabilities_of<'k, A: RowView<'k>, N: AsRef<[Val<'k, f32>]>>(
     exp: Exp,
     scale_log2: Val<'k, f32>,
     s: &A,
-    shift: impl Fn(u32) -> [Val<'k, f32>; 2],
+    shift: impl Fn(u32) -> N,
     after: impl Fn(u32),
 ) {
-    let (elements, each): (Vec<_>, _) = (s.elements().collect(), 2 * A::ROWS);
+    let (elements, [run, each]): (Vec<_>, _) = (s.elements().collect(), of_eight::<A>());
     for eight in 0..s.cols() / 8 {
         let shift = shift(eight);
         for i in 0..each {
             let number = each * eight as usize + i;
-            let exponent = elements[number].mul_add(scale_log2, shift[i % 2]);
+            let exponent = elements[number].mul_add(scale_log2, shift.as_ref()[i % run]);
             s.set(number, exp2(exp, Element { number, count: elements.len() }, exponent));
         }
         after(eight);
@@ -212,29 +218,29 @@ pub(crate) fn score_gradients<'k>(
     score_gradients_of([p, d_p], |eight| delta.pair(w, eight), after);
 }
 
-/// Replaces d_p by d_z = p (d_p - delta), where `delta` gives that of the thread's two columns of each eight.
-pub(crate) fn score_gradients_of<'k, A: RowView<'k>>(
+/// Replaces d_p by d_z = p (d_p - delta), where `delta` gives that of the thread's columns of each eight.
+pub(crate) fn score_gradients_of<'k, A: RowView<'k>, N: AsRef<[Val<'k, f32>]>>(
     [p, d_p]: [&A; 2],
-    delta: impl Fn(u32) -> [Val<'k, f32>; 2],
+    delta: impl Fn(u32) -> N,
     after: impl Fn(u32),
 ) {
-    let (p, each): (Vec<_>, _) = (p.elements().collect(), 2 * A::ROWS);
+    let (p, [_, each]): (Vec<_>, _) = (p.elements().collect(), of_eight::<A>());
     gradients_of(|eight| p[each * eight as usize..][..each].to_vec(), d_p, delta, after);
 }
 
 /// Replaces d_p by d_z, where `p` gives the thread's elements of each eight columns.
-pub(crate) fn gradients_of<'k, A: RowView<'k>>(
+pub(crate) fn gradients_of<'k, A: RowView<'k>, N: AsRef<[Val<'k, f32>]>>(
     p: impl Fn(u32) -> Vec<Val<'k, f32>>,
     d_p: &A,
-    delta: impl Fn(u32) -> [Val<'k, f32>; 2],
+    delta: impl Fn(u32) -> N,
     after: impl Fn(u32),
 ) {
-    let (elements, each): (Vec<_>, _) = (d_p.elements().collect(), 2 * A::ROWS);
+    let (elements, [run, each]): (Vec<_>, _) = (d_p.elements().collect(), of_eight::<A>());
     for eight in 0..d_p.cols() / 8 {
         let (p, delta) = (p(eight), delta(eight));
-        for i in 0..each {
+        for (i, p) in p.into_iter().take(each).enumerate() {
             let at = each * eight as usize + i;
-            d_p.set(at, (elements[at] - delta[i % 2]) * p[i]);
+            d_p.set(at, (elements[at] - delta.as_ref()[i % run]) * p);
         }
         after(eight);
     }

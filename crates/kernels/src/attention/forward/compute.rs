@@ -16,6 +16,13 @@ use crate::parts::schedule::{Work, WorkVars};
 use crate::parts::softmax::Totals;
 use fulgurite_ptx::{Group, Half, Pair, Scope, Tile, Val, Word};
 
+/// Rows of an accumulator of `wgmma` that a thread holds, counted from its first one.
+const THREAD_ROWS: [u32; 2] = [0, 8];
+/// Rows of an accumulator of `wgmma`.
+const GROUP_ROWS: u32 = 64;
+/// Columns of ones behind v, whose products are the sums of p: the fewest columns that `wgmma` has.
+const SUM_COLUMNS: u32 = 8;
+
 /// A compute warpgroup.
 pub(super) struct ComputeRole<'a, 'k, T>
 where
@@ -28,7 +35,7 @@ where
     now: WorkVars<'k>,
     cursor: Cursor<'k>,
     epilogue: Epilogue<'a, 'k>,
-    /// Index of the warpgroup's 64 rows in the tile.
+    /// Index of the warpgroup's block of rows in the tile.
     own: Val<'k, u32>,
     /// The warpgroup's first column of v and o, if warpgroups share columns.
     first_column: Option<Val<'k, u32>>,
@@ -41,7 +48,7 @@ where
     /// Computes all tiles of the CTA.
     pub fn run(w: &Scope<'k, Group>, kernel: &'a ForwardKernel<'a, 'k, T>, source: &'a dyn KeySource<'k>) {
         let (params, tiling, config) = (&kernel.params, &kernel.tiling, &kernel.config);
-        let sum_columns = if kernel.ones.is_some() { 8 } else { 0 };
+        let sum_columns = if kernel.ones.is_some() { SUM_COLUMNS } else { 0 };
         let setup = Setup {
             cols: config.cols,
             columns: tiling.columns + sum_columns,
@@ -73,7 +80,7 @@ where
         }
         let now = WorkVars::new(w, kernel.work_shape);
         let cursor = Cursor { n: w.var(0u32), key_offset, all_keys };
-        let staging: Vec<Tile<'k>> = kernel.staging.iter().map(|tile| tile.rows(group, 64)).collect();
+        let staging: Vec<Tile<'k>> = kernel.staging.iter().map(|tile| tile.rows(group, GROUP_ROWS)).collect();
         let (copied, in_f32);
         let output: &dyn Output<'k> = match &params.o {
             OutputMemory::Copied(o) => {
@@ -135,7 +142,8 @@ where
             self.set_tile(w, &next);
             w.wait_products(1);
             core.settle(w, &self.cursor, &core.take_block(w, &self.cursor, self.cursor.n.get()));
-            // Unlike in a step, wait before the exponentials: the end of the previous tile overlaps with them.
+            // `Compute::step` lets p v run under the exponentials. Here they run after it, so that `finish` has O: what
+            // overlaps with them is the store of the previous tile.
             w.wait_products(0);
             rings.values.done(w);
             core.first(w, next_p);
@@ -186,22 +194,22 @@ where
     }
 
     /// The warpgroup's first query of a tile.
-    fn first_row(&self, work: &Work<'k>) -> Val<'k, i32> {
-        (work.row + self.own * 64).to_i32()
+    fn first_query(&self, work: &Work<'k>) -> Val<'k, u32> {
+        work.row + self.own * GROUP_ROWS
     }
 
     /// Prepares masks and modifiers for a tile.
     fn set_tile(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
         let sequences = &self.kernel.params.sequences;
         let lengths = sequences.lengths(work.sequence);
-        self.core.scoring.limits.set(w, self.first_row(work), lengths);
+        self.core.scoring.limits.set(w, self.first_query(work).to_i32(), lengths);
         if let Some(all_keys) = self.cursor.all_keys {
             all_keys.set(lengths.k);
         }
         self.core.scoring.prepare_modifiers(
             w,
             (sequences, work),
-            || [0, 8].map(|below| self.first_row(work) + w.first_row().to_i32() + below).to_vec(),
+            || THREAD_ROWS.map(|row| self.first_query(work).to_i32() + w.first_row().to_i32() + row as i32).to_vec(),
             |first_key| self.cursor.key_offset.iter().for_each(|offset| offset.set(first_key)),
         );
     }
@@ -209,7 +217,7 @@ where
     /// Starts to bring the rows with which this tile will be merged into the L2 cache, if it will be.
     fn prefetch(&self, w: &Scope<'k, Group>) {
         if self.kernel.features.results == ResultType::Added {
-            self.epilogue.prefetch(w, &self.now.get(), 64);
+            self.epilogue.prefetch(w, &self.now.get(), GROUP_ROWS);
         }
     }
 
@@ -227,9 +235,9 @@ where
         let rows = |w: &Scope<'k, Group>| {
             // Rows past the last one repeat the last one.
             let all = params.sequences.q_rows(work.sequence);
-            let row = work.row + self.own * 64 + w.first_row();
+            let row = self.first_query(work) + w.first_row();
             ThreadRows {
-                queries: [0, 8].map(|below| (row + below).min(all.max(1) - 1)).to_vec(),
+                queries: THREAD_ROWS.map(|offset| (row + offset).min(all.max(1) - 1)).to_vec(),
                 heads: vec![work.head; 2],
                 kv_head: params.group.div_rem(work.head)[0],
             }

@@ -9,7 +9,7 @@ pub use crate::attention::forward::facts::BlockForm;
 pub(crate) use crate::attention::forward::facts::row_major;
 use crate::attention::forward::facts::{Facts, keys_seen};
 pub use crate::attention::forward::mma_sync::config::SyncConfig;
-use crate::attention::forward::tcgen05::config::MOST;
+use crate::attention::forward::tcgen05::config::LARGEST;
 pub use crate::attention::forward::tcgen05::config::TensorConfig;
 use crate::attention::forward::tiling::Tiling;
 use crate::attention::forward::{self, Features, mma_sync, tcgen05};
@@ -26,7 +26,7 @@ use crate::parts::repack::{Direction, Named};
 pub use crate::parts::results::ResultType;
 use fulgurite_core::{DType, Exp, Layout, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Plan, Span};
-use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
+use fulgurite_ptx::{Arch, BuildError, Kernel, Number, Target, TensorUnit, bf16, f16};
 use std::sync::Arc;
 
 /// A table of tile configurations, by default of the forward kernel.
@@ -82,7 +82,7 @@ impl ForwardPlan {
         let missing = |what: String| Err(NoKernel { feature: format!("{what} by mma.sync") });
         if facts.features.wide() {
             let [d, dv] = facts.dims;
-            return missing(format!("head dims {d} and {dv} (it has up to 256)"));
+            return missing(format!("head dims {d} and {dv} (up to 256 are supported)"));
         }
         if let exp @ Exp::Sas { .. } = facts.features.exp {
             return missing(format!("exp {exp}"));
@@ -98,14 +98,24 @@ impl ForwardPlan {
     ) -> Result<ForwardPlan, NoKernel> {
         let (facts, config) = Facts::of(problem, rescale, table)?;
         let missing = |what: String| Err(NoKernel { feature: format!("{what} by tcgen05") });
-        if facts.features.dims.iter().any(|d| *d > MOST) {
-            let [d, dv] = facts.dims;
-            return missing(format!("head dims {d} and {dv} (it has up to {MOST})"));
+        if facts.features.dims.iter().zip(LARGEST).any(|(d, most)| *d > most) {
+            let ([d, dv], [most, values]) = (facts.dims, LARGEST);
+            return missing(format!(
+                "head dims {d} and {dv} (up to {most} for q and k and {values} for v are supported)"
+            ));
         }
         if let exp @ Exp::Sas { .. } = facts.features.exp {
             return missing(format!("exp {exp}"));
         }
         Ok(ForwardPlan { facts, family: Family::Tcgen05(config) })
+    }
+
+    /// This plan with a tile configuration whose accumulators leave registers for the rest on an architecture.
+    pub fn fitting(mut self, arch: Arch) -> ForwardPlan {
+        if let Family::MmaSync(config) = &mut self.family {
+            *config = config.fitting(arch, &self.facts.features);
+        }
+        self
     }
 
     /// The plan of the decode kernel, if it handles the call.
@@ -125,8 +135,9 @@ impl ForwardPlan {
         self
     }
 
-    /// This plan with results of another element type, which one kernel of `wgmma` or `mma.sync` writes; decode has none.
-    /// [`ResultType::Added`] merges o and the LSE with those that are given.
+    /// This plan with results of another element type; call it after [`with_sinks`](Self::with_sinks). The decode kernel cannot
+    /// write f32 results, so the forward kernel takes its calls; `tcgen05` cannot either, and refuses. [`ResultType::Added`]
+    /// merges o and the LSE with those that are given.
     pub fn with_results(mut self, results: ResultType) -> Result<ForwardPlan, NoKernel> {
         let missing = |what: &str| Err(NoKernel { feature: format!("f32 results of forward attention {what}") });
         if results.is_f32() && self.facts.features.wide() {
@@ -145,9 +156,8 @@ impl ForwardPlan {
     }
 
     /// This plan for a caller that does not read the LSE. The tensor cores may then sum the rounded p as one more
-    /// column of p v: the division of o is as exact as before, but the LSE would lose bits. This applies to bf16, which
-    /// has the range for it, with head dimension 64, where the threads are the bottleneck; for larger ones the tensor
-    /// cores are.
+    /// column of p v: the division of o is as exact as before, but the LSE would lose bits. Only bf16 at head dim 64 gains: bf16
+    /// has the range for it, and at larger head dims the tensor cores limit the speed, not the threads.
     pub fn without_lse(mut self) -> ForwardPlan {
         let Features { dims, modifiers, blocks, .. } = &self.facts.features;
         let Family::Wgmma { config, .. } = &mut self.family else { return self };
@@ -166,6 +176,31 @@ impl ForwardPlan {
     /// The form in which the problem's block mask reaches the kernel, if there is one.
     pub fn block_form(&self) -> Option<BlockForm> {
         self.facts.blocks.map(|blocks| blocks.form)
+    }
+
+    /// The unit that multiplies matrices.
+    pub fn unit(&self) -> TensorUnit {
+        match self.family {
+            Family::Wgmma { .. } => TensorUnit::Wgmma,
+            Family::MmaSync(_) => TensorUnit::MmaSync,
+            Family::Tcgen05(_) => TensorUnit::Tcgen05,
+        }
+    }
+
+    /// Refuses tiles that do not divide the blocks whose lists the kernel walks.
+    pub fn check_tiles(&self) -> Result<(), NoKernel> {
+        let Some(blocks) = self.facts.features.blocks.filter(|_| self.decode().is_none()) else { return Ok(()) };
+        let cols = match &self.family {
+            Family::Wgmma { config, .. } => config.cols,
+            Family::MmaSync(config) => config.cols,
+            Family::Tcgen05(config) => config.cols,
+        };
+        let rows = self.tile_rows();
+        if blocks.rows.is_multiple_of(rows) && blocks.cols.is_multiple_of(cols) {
+            return Ok(());
+        }
+        let feature = format!("blocks of {} x {} with tiles of {rows} x {cols}", blocks.rows, blocks.cols);
+        Err(NoKernel { feature })
     }
 
     /// The tile configuration of the `wgmma` kernel; `None` if another unit runs the call. The decode kernel has its own.
@@ -206,7 +241,8 @@ impl ForwardPlan {
         self.decode().map(|decode| decode.config)
     }
 
-    /// This plan with another tile configuration of the `wgmma` kernel. Its tiles must divide the blocks of a block mask.
+    /// This plan with another tile configuration of the `wgmma` kernel. [`check_tiles`](Self::check_tiles) says whether its
+    /// tiles divide the blocks of a block mask.
     pub fn with_config(mut self, change: impl FnOnce(ForwardConfig) -> ForwardConfig) -> ForwardPlan {
         if let Family::Wgmma { config, .. } = &mut self.family {
             *config = change(*config);
@@ -216,8 +252,8 @@ impl ForwardPlan {
         self
     }
 
-    /// This plan with another tile configuration of the `mma.sync` kernel, if that runs the call. Its tiles must divide
-    /// the blocks of a block mask.
+    /// This plan with another tile configuration of the `mma.sync` kernel, if that runs the call.
+    /// [`check_tiles`](Self::check_tiles) says whether its tiles divide the blocks of a block mask.
     pub fn with_sync_config(mut self, change: impl FnOnce(SyncConfig) -> SyncConfig) -> ForwardPlan {
         if let Family::MmaSync(config) = &mut self.family {
             *config = change(*config);

@@ -45,9 +45,9 @@
 //! global memory: `zeros written`, `sums free` and `additions arrived` of `round`, `tile before has added`, and `steps before
 //! summed`.
 //!
-//! Nothing waits in a circle. A tile, or the part of d_q that comes with it, waits only for tiles with lower numbers
-//! (`plan::bands`, `plan::deal`), a CTA does its tiles in the order of their numbers, and every number belongs to a CTA that
-//! runs. So the lowest number that is not done can go on.
+//! Nothing waits in a circle. A tile waits only for tiles with lower numbers (`plan::bands`, `plan::deal`). The part of d_q that
+//! comes with a tile is converted after that tile, so it may wait for that tile too. A CTA does its tiles in the order of their
+//! numbers, and every number belongs to a CTA that runs. So the lowest number that is not done can go on.
 
 pub(crate) mod bulk_reduce;
 pub mod exact;

@@ -38,17 +38,19 @@ struct Adder {
     service: &'static str,
     /// Parts of a step that have turns of their own.
     parts: u32,
-    /// Steps of a turn, from a multiple of this number on. A tile waits before its first step of a turn and signals after its
-    /// last.
+    /// Steps of a turn, a power of two; a turn starts at a multiple of it. A tile waits before its first step of a turn and
+    /// signals after its last.
     turn: u32,
     /// Messages in flight.
     depth: u32,
-    /// For each hand: the number of threads or warps that share its job.
+    /// For each hand: the number of threads or warps that share its job. Hands are, in order, the thread that posts, the one
+    /// that waits for the turn, the eight warps that compute, and the thread that signals; pairs and the copy engine have
+    /// fewer.
     hands: Vec<u32>,
     /// The event of each hand, for the table.
     events: &'static [&'static str],
-    /// The hand of the warps that compute.
-    compute: usize,
+    /// The hand of the warps that compute; `None` if they take no part.
+    compute: Option<usize>,
     /// Warps of the load role that wait for turns and signal.
     warps: &'static [u32],
     /// Whether the loading thread posts each step. Otherwise the thread that takes turns knows the steps.
@@ -66,7 +68,7 @@ impl Adder {
                 depth: DEPTH,
                 hands: vec![1, 2],
                 events: &["step posted", "message free"],
-                compute: COMPUTE,
+                compute: None,
                 warps: &[],
                 posts: true,
             },
@@ -78,7 +80,7 @@ impl Adder {
                 depth: 1,
                 hands: vec![1, 8],
                 events: &["turn has come", "step added"],
-                compute: PAIR_COMPUTE,
+                compute: Some(PAIR_COMPUTE),
                 warps: &[],
                 posts: false,
             },
@@ -89,7 +91,7 @@ impl Adder {
                 depth: DEPTH,
                 hands: vec![1, 1, 8, 1],
                 events: &["step posted", "turn has come", "step added", "message free"],
-                compute: COMPUTE,
+                compute: Some(COMPUTE),
                 warps: &[1, 2],
                 posts: true,
             },
@@ -115,7 +117,7 @@ pub(crate) struct Args {
 pub(crate) struct Ordered<'k> {
     adder: Adder,
     /// For the first step of each turn of each head, or each part of it: one more than the tile that added last.
-    last: Flags<'k>,
+    turns: Flags<'k>,
     messages: Ring<'k>,
 }
 
@@ -129,10 +131,10 @@ impl<'k> Ordered<'k> {
     ) -> Self {
         let adder = Adder::of(config);
         let ring = p.builder().token_ring("turns", adder.depth, &adder.hands);
-        let last = p.array("turns", move |call| given(args(call)).last);
-        let last = Flags::new(last, adder.service, "tile before has added", log);
+        let words = p.array("turns", move |call| given(args(call)).last);
+        let turns = Flags::new(words, adder.service, "tile before has added", log);
         let messages = Ring::new(ring, adder.service, adder.events, log);
-        Ordered { adder, last, messages }
+        Ordered { adder, turns, messages }
     }
 
     /// The service's name in the table.
@@ -142,7 +144,7 @@ impl<'k> Ordered<'k> {
 
     /// With CTA pairs: warps that compute add a step when they are done with the d_z it comes from.
     pub fn behind(self, d_z: &PeerTiles<'k>) -> Self {
-        let compute = self.adder.compute;
+        let compute = self.adder.compute.expect("bug in fulgurite: the warps of a CTA pair add");
         Ordered { messages: self.messages.map(|ring| ring.behind(compute, d_z)), ..self }
     }
 
@@ -151,10 +153,10 @@ impl<'k> Ordered<'k> {
         let ([number, step], tile) = (step, work.tile);
         let own = number.mul_add(self.adder.parts, t.cluster_rank());
         let before = tile_before(map, tile, step, work.sequence);
-        t.when(before.ne(0), |t| self.last.wait_for(t, own, before));
+        t.when(before.ne(0), |t| self.turns.wait_for(t, own, before));
         self.messages.post(t, [own, step, tile + 1, t.constant(0)]);
         self.messages.wait_free(t);
-        self.last.publish(t, own, tile + 1);
+        self.turns.publish(t, own, tile + 1);
     }
 
     /// Waits for the turn of a part of the next step. Returns one more than its tile, or 0 after the last step. `until` becomes
@@ -167,15 +169,15 @@ impl<'k> Ordered<'k> {
         until: Option<Var<'k, u32>>,
     ) -> Val<'k, u32> {
         self.messages.wait(t, WAIT);
-        let [number, step, after, batch] = self.messages.read(t, WAIT);
-        t.when(after.ne(0), |t| {
-            let (tile, sequence) = (after - 1, map.sequence(t, batch));
-            let last = step | (self.adder.turn - 1);
-            until.iter().for_each(|until| until.set(last.min(map.steps_of(tile, sequence)[1] - 1)));
-            let before = tile_before(map, tile, last, sequence);
-            t.when(before.ne(0), |t| self.last.wait_for(t, self.word([number, step], part), before));
+        let [number, step, tile_and_1, batch] = self.messages.read(t, WAIT);
+        t.when(tile_and_1.ne(0), |t| {
+            let (tile, sequence) = (tile_and_1 - 1, map.sequence(t, batch));
+            let turn_end = step | (self.adder.turn - 1);
+            until.iter().for_each(|until| until.set(turn_end.min(map.steps_of(tile, sequence)[1] - 1)));
+            let before = tile_before(map, tile, turn_end, sequence);
+            t.when(before.ne(0), |t| self.turns.wait_for(t, self.word([number, step], part), before));
         });
-        after
+        tile_and_1
     }
 
     /// The word of a part of a step's turn.
@@ -201,10 +203,10 @@ impl<'k> Ordered<'k> {
     /// Copy engine: after the thread has started it, signals the next tile if that was the last step of the turn.
     pub fn after_bulk(&self, t: &Scope<'k, Thread>, part: u32, until: Var<'k, u32>) {
         self.messages.wait(t, WAIT);
-        let [number, step, after, _] = self.messages.read(t, WAIT);
+        let [number, step, tile_and_1, _] = self.messages.read(t, WAIT);
         t.when(step.eq(until.get()), |t| {
             t.wait_stores(0);
-            self.last.publish(t, self.word([number, step], part), after);
+            self.turns.publish(t, self.word([number, step], part), tile_and_1);
             until.set(NONE);
         });
         self.messages.pass(t, WAIT);
@@ -237,33 +239,37 @@ impl<'k> Service<'k> for Ordered<'k> {
         // The first thread waits: it has the registers to find the tile before.
         if warp == 1 {
             return t.repeat(|t, leave| {
-                let after = self.wait_for_turn(t, map, 0, None);
+                let tile_and_1 = self.wait_for_turn(t, map, 0, None);
                 self.messages.pass(t, WAIT);
-                leave.when(after.eq(0));
+                leave.when(tile_and_1.eq(0));
             });
         }
         t.repeat(|t, leave| {
             self.messages.wait(t, SIGNAL);
-            let [number, _, after, _] = self.messages.read(t, SIGNAL);
-            leave.when(after.eq(0));
-            self.last.publish(t, number, after);
+            let [number, _, tile_and_1, _] = self.messages.read(t, SIGNAL);
+            leave.when(tile_and_1.eq(0));
+            self.turns.publish(t, number, tile_and_1);
             self.messages.pass(t, SIGNAL);
         });
     }
 
     fn before_add(&self, w: &Scope<'k, Group>) {
-        self.messages.wait(w, self.adder.compute);
+        if let Some(compute) = self.adder.compute {
+            self.messages.wait(w, compute);
+        }
     }
 
     fn after_add(&self, w: &Scope<'k, Group>) {
-        self.messages.pass_together(w, self.adder.compute);
+        if let Some(compute) = self.adder.compute {
+            self.messages.pass_together(w, compute);
+        }
     }
 }
 
 /// One more than the tile that adds before this one to a turn that ends with a step; 0 if there is none.
 fn tile_before<'k>(map: &TileMap<'k>, tile: Val<'k, u32>, step: Val<'k, u32>, sequence: Sequence<'k>) -> Val<'k, u32> {
-    let (before, last) = (tile + 1, map.tiles_of_head(sequence) - 1);
+    let (before, last_tile) = (tile + 1, map.tiles_of_head(sequence) - 1);
     // Tiles add in descending order, so `tile + 1` adds just before `tile`, unless a mask lets it start after this turn.
-    let has = tile.lt(last) & map.steps_of(before.min(last), sequence)[0].le(step);
+    let has = tile.lt(last_tile) & map.steps_of(before.min(last_tile), sequence)[0].le(step);
     has.select::<u32>(before + 1, 0)
 }

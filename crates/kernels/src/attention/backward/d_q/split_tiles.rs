@@ -1,8 +1,8 @@
 //! The last tiles, split so that all CTAs finish together.
 //!
 //! The number of tiles is rarely a multiple of the number of CTAs, and with whole tiles some CTAs would idle at the end. So
-//! the tiles that remain after every CTA has had equally many are split: their steps are divided into runs of equal length,
-//! one for each CTA. A run ends one tile, or begins the next, or both.
+//! the tiles that remain after every CTA has had equally many are split: their steps are divided into runs, at most one for each
+//! CTA, whose lengths differ by at most one step. A run lies within a tile, or spans the end of one and the start of the next.
 //!
 //! The pieces of a tile are summed in the order of their steps, so d_k and d_v have the same bits in every run. Each piece
 //! loads the sums of the pieces before it from memory and stores its own for the next; the last piece has the results. A run

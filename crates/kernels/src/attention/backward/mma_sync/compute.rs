@@ -3,6 +3,7 @@
 //! A step: s | p, written | d_p | d_z, written | barrier | d_v, d_k, d_q | add d_q. Its first wait for the ring tells all warps
 //! that the step before is done with p, d_z and the stages.
 
+use crate::attention::backward::cursor::Cursor;
 use crate::attention::backward::mma_sync::params::SyncParams;
 use crate::attention::backward::mma_sync::stages::{Side, SyncStages, When};
 use crate::attention::backward::modifiers::{ModifierRole, clean_words};
@@ -15,7 +16,7 @@ use crate::parts::mask::{Block, Limits};
 use crate::parts::row_memory::Storers;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    Group, Half, Major, Pair, Pointer, RoleBarrier, RowView, Scope, Swizzle, Tile, TileOperand, TileShape, Val, Var,
+    Group, Half, Major, Pair, Pointer, RoleBarrier, RowView, Scope, Swizzle, Tile, TileOperand, TileShape, Val,
     WarpAcc, Word,
 };
 use std::marker::PhantomData;
@@ -90,45 +91,6 @@ where
     }
 }
 
-/// A position among the steps of a tile: the query head, and the step of its queries.
-struct Cursor<'k> {
-    head: Var<'k, u32>,
-    step: Var<'k, u32>,
-    /// Steps that are left, of all heads.
-    left: Var<'k, u32>,
-    steps: [Val<'k, u32>; 2],
-}
-
-impl<'k> Cursor<'k> {
-    fn new(w: &Scope<'k, Group>, kernel: &SyncParams<'k>, work: &Work<'k>) -> Self {
-        let [first, end] = work.steps;
-        Cursor {
-            head: w.var(kernel.map.first_head(work.head)),
-            step: w.var(first),
-            left: w.var((end - first) * kernel.map.heads_of(work.head)),
-            steps: work.steps,
-        }
-    }
-
-    /// Head and step of the next step.
-    fn next(&self) -> [Val<'k, u32>; 2] {
-        let (head, step) = (self.head.get(), self.step.get() + 1);
-        let last = step.eq(self.steps[1]);
-        [last.select(head + 1, head), last.select(self.steps[0], step)]
-    }
-
-    /// Goes to the next step. `next` is called when a new query head begins.
-    fn forward(&self, w: &Scope<'k, Group>, next: impl FnOnce(&Scope<'k, Group>)) {
-        self.left.set(self.left.get() - 1);
-        self.step.set(self.step.get() + 1);
-        w.when(self.step.get().eq(self.steps[1]), |w| {
-            self.step.set(self.steps[0]);
-            self.head.set(self.head.get() + 1);
-            next(w);
-        });
-    }
-}
-
 /// A tile of keys, and a warp's part of it.
 struct SyncTile<'a, 'k, const M: usize, T> {
     kernel: &'a SyncBackward<'k, M, T>,
@@ -166,7 +128,7 @@ where
             d_q: w.warp_accumulators(if half < 64 { d / 2 } else { d }),
             limits: Limits::of_keys(w, &params.map.spans),
             modifiers: params.modifiers.as_ref().map(|modifiers| modifiers.in_role(w, params.scale)),
-            here: Cursor::new(w, params, &work),
+            here: Cursor::new(w, &params.map, &work),
             kernel,
             work,
         }

@@ -32,7 +32,7 @@ impl BackwardConfig {
 
     /// Whether the kernel multiplies by `mma.sync`.
     pub fn is_sync(&self) -> bool {
-        matches!(self.share, Share::Warps32 | Share::Warps16)
+        self.share.unit() == TensorUnit::MmaSync
     }
 
     /// Bytes of shared memory of the `mma.sync` kernel.
@@ -43,6 +43,14 @@ impl BackwardConfig {
             depth => depth * self.rows * d.max(dv),
         };
         BYTES * (self.keys() * (d + dv) + stages + 2 * self.keys() * self.rows)
+    }
+
+    /// Registers of a thread of the `mma.sync` kernel that hold accumulators (of d_k and d_v, of d_q, of scores and their
+    /// gradients), and those that hold addresses of stages after the second.
+    fn sync_registers(&self, head_dim: u32) -> u32 {
+        let [d, dv] = self.padded([head_dim; 2]);
+        let accumulators = self.keys() * (d + dv) + self.rows * d + 2 * self.keys() * self.rows;
+        accumulators / THREADS + 8 * (self.depth - 2)
     }
 
     /// Configurations of the `mma.sync` kernel for a head dimension, the fastest first.
@@ -66,15 +74,30 @@ impl BackwardConfig {
         let largest = dims[0].max(dims[1]);
         let modifies = !features.modifiers.is_empty();
         let fits = |config: &BackwardConfig| {
-            // For GPUs with another tensor unit the assembler allocates registers differently, and spills a few.
-            let spills = arch.tensor != TensorUnit::MmaSync && (config.rows > 64 || largest > 96 && config.depth > 2);
             let crowded = match config.share {
-                Share::Warps32 => modifies || spills || ragged && (config.rows > 64 || largest > 96),
-                _ => false,
+                Share::Warps32 => {
+                    let full = config.sync_registers(largest) > most_registers(arch);
+                    modifies || full || ragged && (config.rows > 64 || largest > 96)
+                }
+                // On data-centre Blackwell, the addresses of a fourth stage spill beside a modifier.
+                _ => modifies && arch.tensor == TensorUnit::Tcgen05 && config.depth > 3,
             };
             !crowded && config.sync_bytes(dims) + ROOM <= arch.shared_per_cta
         };
         BackwardConfig::sync_choices(largest).into_iter().find(fits)
+    }
+}
+
+/// Threads of a CTA.
+const THREADS: u32 = 256;
+
+/// The most [registers](BackwardConfig::sync_registers) of that kind with which kernels of 32 keys a warp do not spill.
+/// Architectures with another tensor unit keep more addresses in registers.
+fn most_registers(arch: Arch) -> u32 {
+    match arch.tensor {
+        TensorUnit::MmaSync => u32::MAX,
+        TensorUnit::Wgmma => 224,
+        TensorUnit::Tcgen05 => 216,
     }
 }
 

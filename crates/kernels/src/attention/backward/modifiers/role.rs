@@ -190,21 +190,22 @@ impl<'k, A: RowView<'k>> ModifierRole<'_, 'k, A> {
 
     /// Replaces d_p by d_z and adds to the gradients of auxiliary tensors. `after` is called after each eight columns. Where p
     /// is 0, all terms are 0, whatever the other factors are.
-    pub fn gradients(
+    pub fn gradients<N: AsRef<[Val<'k, f32>]>>(
         &self,
         w: &Scope<'k, Group>,
         [p, d_p]: [&A; 2],
-        delta: impl Fn(u32) -> [Val<'k, f32>; 2],
+        delta: impl Fn(u32) -> N,
         slopes: &Slopes<'k>,
         after: impl Fn(u32),
     ) {
         let (p, elements): (Vec<_>, Vec<_>) = (p.elements().collect(), d_p.elements().collect());
-        let (mut d_m, each) = (Vec::new(), 2 * A::ROWS);
+        let (mut d_m, run) = (Vec::new(), A::RUN as usize);
+        let each = run * A::ROWS;
         for eight in 0..d_p.cols() / 8 {
             let delta = delta(eight);
             for i in 0..each {
                 let at = each * eight as usize + i;
-                let x = p[at].gt(0.0).select::<f32>((elements[at] - delta[i % 2]) * p[at], 0.0);
+                let x = p[at].gt(0.0).select::<f32>((elements[at] - delta.as_ref()[i % run]) * p[at], 0.0);
                 d_m.push(x);
                 let d_z = match &slopes.score {
                     Some(slope) => p[at].gt(0.0).select::<f32>(x * slope[at], 0.0),
@@ -252,8 +253,7 @@ impl<'k, A: RowView<'k>> ModifierRole<'_, 'k, A> {
             }
             (true, false) => (0..A::ROWS).for_each(|row| {
                 let of_row = |i: usize| A::row_of(i) == row;
-                // Four lanes have the columns of a row.
-                let total = w.reduce(sum(&of_row), 4, plus);
+                let total = w.reduce(sum(&of_row), A::LANES, plus);
                 w.when(A::first_col(w).eq(0), |w| to.add(w, first_of(&of_row), total));
             }),
             (false, true) => {
@@ -262,9 +262,10 @@ impl<'k, A: RowView<'k>> ModifierRole<'_, 'k, A> {
                 cols.dedup();
                 for col in cols {
                     let of_col = |i: usize| A::col_of(i) == col;
-                    // Eight lanes have the same columns.
-                    let total = [4, 8, 16].into_iter().fold(sum(&of_col), |x, bits| x + w.exchange(x, bits));
-                    w.when(w.lane().lt(4), |w| to.add(w, first_of(&of_col), total));
+                    // Lanes that hold different rows have the same columns.
+                    let others = [1, 2, 4, 8, 16].into_iter().filter(|bits| *bits >= A::LANES);
+                    let total = others.fold(sum(&of_col), |x, bits| x + w.exchange(x, bits));
+                    w.when(w.lane().lt(A::LANES), |w| to.add(w, first_of(&of_col), total));
                 }
             }
             (false, false) => terms.iter().zip(places).for_each(|(&x, &at)| to.add(w, at, x)),

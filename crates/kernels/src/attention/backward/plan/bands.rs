@@ -54,7 +54,8 @@ pub(crate) struct Bands {
     pub band: u64,
     /// Pairs of the last band.
     pub last: u64,
-    /// Number of pairs that can own sums at a time; a multiple of `band`, and possibly more than there are pairs.
+    /// Places for the sums of a pair: pair `p` uses place `p % places`. A multiple of `band`, and possibly more than there are
+    /// pairs.
     pub places: u64,
     /// Distance in tiles between a part's own number and the tile that converts it.
     pub lag: u64,
@@ -63,16 +64,16 @@ pub(crate) struct Bands {
 }
 
 impl Bands {
-    pub fn new(tiling: &BandInputs, config: &BackwardConfig) -> Bands {
-        let &BandInputs { pairs, tiles, rounds, .. } = tiling;
-        let band = tiling.band(config);
-        let places = tiling.places(config, band);
-        let last = tiling.last(config, band, places);
+    pub fn new(inputs: &BandInputs, config: &BackwardConfig) -> Bands {
+        let &BandInputs { pairs, tiles, rounds, .. } = inputs;
+        let band = inputs.band(config);
+        let places = inputs.places(config, band);
+        let last = inputs.last(config, band, places);
         // A part lags its tile by half of the places. By then all tiles of its band are handed
         // out, and every CTA has started another tile since. If there are fewer tiles than the lag, all parts are
         // converted at the end.
         let lag = (places * tiles / 2).min(pairs * tiles);
-        let zeroed = tiling.zeroed(config, band, last);
+        let zeroed = inputs.zeroed(config, band, last);
         Bands { pairs, tiles, rounds, band, last, places, lag, zeroed }
     }
 
@@ -81,7 +82,7 @@ impl Bands {
         self.pairs * self.tiles
     }
 
-    /// Pairs that own sums at a time, with the rounding service.
+    /// Places that are used, if the main kernel converts d_q: at most one for each pair.
     pub fn owners(&self) -> u64 {
         self.places.min(self.pairs)
     }

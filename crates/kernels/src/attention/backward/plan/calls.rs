@@ -20,6 +20,7 @@ use crate::parts::modifier::AuxArgs;
 use crate::parts::schedule::{BandArgs, SequenceArgs};
 use fulgurite_core::Layout;
 use fulgurite_core::mask::Span as MaskSpan;
+use fulgurite_ptx::TensorUnit;
 use fulgurite_ptx::device::{Launch, Plan, Span, TensorSpan};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -225,10 +226,10 @@ impl BackwardPlan {
             return Ok(None);
         }
         let cluster = self.config().share.ctas();
-        // The `mma.sync` kernel has a CTA for each tile.
-        let clusters = match self.config().is_sync() {
-            true => u64::MAX,
-            false => u64::from(multiprocessors / cluster).max(1),
+        // Only the `wgmma` kernel is persistent; the others have a CTA for each tile.
+        let clusters = match self.config().share.unit() {
+            TensorUnit::Wgmma => u64::from(multiprocessors / cluster).max(1),
+            TensorUnit::MmaSync | TensorUnit::Tcgen05 => u64::MAX,
         };
         let deal = self.schedule.deal(clusters);
         let works = deal.as_ref().map_or(tiles * self.facts.heads[1] * self.schedule.spread.parts, Deal::works);

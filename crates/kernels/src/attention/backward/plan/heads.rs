@@ -5,6 +5,7 @@ use crate::attention::backward::plan::steps::tile_steps;
 use crate::attention::backward::spread::HeadSpread;
 use crate::attention::backward::{BackwardConfig, KernelShape, Share};
 use fulgurite_core::Layout;
+use fulgurite_ptx::TensorUnit;
 
 /// FLOP/s of an SM in the main kernel, as measured on an H200 (about 550 TFLOP/s in all).
 const FLOPS: f64 = 4.2e12;
@@ -27,9 +28,9 @@ const GAIN: f64 = 0.98;
 const MOST_BYTES: f64 = (1u64 << 30) as f64;
 
 /// Whether a configuration has kernels for spread heads. With CTA pairs, the loading thread has no registers left to divide by
-/// the number of parts. The `mma.sync` kernel has no code for parts.
+/// the number of parts. The kernels by `mma.sync` and `tcgen05` have no code for parts.
 pub(crate) fn can_spread(config: &BackwardConfig) -> bool {
-    config.share != Share::Pairs && !config.is_sync()
+    config.share != Share::Pairs && config.share.unit() == TensorUnit::Wgmma
 }
 
 /// Inputs of the choice of parts. Lengths are counted in steps: one step of queries of one query head, for one tile.

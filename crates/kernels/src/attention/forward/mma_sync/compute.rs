@@ -17,7 +17,7 @@ use crate::parts::modifier::Tanh;
 use crate::parts::nonfinite::{Redo, ThreadRows};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
-use crate::parts::softmax::Totals;
+use crate::parts::softmax::{Numerators, Totals};
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{
     CopyRing, Fragment, Group, Half, Major, Pair, RowView, Scope, Tile, TileShape, Val, WarpAcc, Word,
@@ -285,7 +285,7 @@ where
         let zero = w.constant(0u32);
         let (block, _) = self.next_scores(w, zero);
         self.scoring.settle(w, &self.s, self.first_key(&block), &block);
-        self.fold.first(w, &self.s, &self.p);
+        self.fold.first(w, &self.s, &Numerators::whole(&self.p));
         self.output(w, zero);
         w.each(1u32, end - first, 1u32, |w, j| {
             let (block, keys) = self.next_scores(w, j);
@@ -293,7 +293,13 @@ where
             // Rarely, scores are needed a second time. Recomputing them takes fewer registers than keeping them.
             let again = |w: &Scope<'k, Group>| self.scores(w, keys);
             let again: Option<Section<'_, 'k>> = if rarely { Some(&again) } else { None };
-            self.scoring.fold(w, &*self.fold, (&self.s, &self.p, &self.o), (&block, &first_key), again);
+            self.scoring.fold(
+                w,
+                &*self.fold,
+                (&self.s, &Numerators::whole(&self.p), &self.o),
+                (&block, &first_key),
+                again,
+            );
             self.output(w, j);
         });
         let totals = self.fold.totals(w, &self.o);

@@ -4,6 +4,7 @@ use crate::attention::forward::facts::ForwardTile;
 use crate::attention::forward::features::Features;
 use crate::configs::{ConfigError, ConfigRow, ConfigTable, TileConfig, text};
 use fulgurite_core::{BlockSpec, Rescale};
+use fulgurite_ptx::{Arch, TensorUnit};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -31,7 +32,28 @@ fn usual_rescale() -> Rescale {
     Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT)
 }
 
+/// The most registers of a thread that may hold accumulators on data-centre Blackwell, where the assembler keeps more
+/// addresses than elsewhere: with 192, attention at head dimension 128 spills 60 bytes.
+const ACCUMULATORS: u32 = 184;
+
 impl SyncConfig {
+    /// Registers of a thread that hold rows of o and of the scores.
+    fn accumulators(&self, value_dim: u32) -> u32 {
+        self.blocks * (value_dim + self.cols) / 2
+    }
+
+    /// This configuration with fewer keys per block, if its accumulators would not leave room on an architecture. A block
+    /// mask has decided the number of keys before.
+    pub(crate) fn fitting(self, arch: Arch, features: &Features) -> SyncConfig {
+        let most = if arch.tensor == TensorUnit::Tcgen05 { ACCUMULATORS } else { u32::MAX };
+        let fits = |config: &SyncConfig| config.accumulators(features.dims[1]) <= most;
+        let narrower = (1..=self.cols / 16).rev().map(|n| SyncConfig { cols: 16 * n, ..self });
+        match features.blocks {
+            None => narrower.into_iter().find(fits).unwrap_or(self),
+            Some(_) => self,
+        }
+    }
+
     /// Queries per tile.
     pub fn rows(&self) -> u32 {
         64 * self.blocks

@@ -41,7 +41,7 @@ pub(super) struct TensorKernel<'a, 'k, T> {
     /// Tiles that the loading thread announces to the other roles.
     pub tickets: Mailbox<'k>,
     pub work_shape: Shape,
-    /// Scores of each warpgroup, and over their last columns p. The warpgroup answers when it has written p.
+    /// Scores of each warpgroup, and over their last columns p. The warpgroup publishes p in parts.
     pub scores: TensorRing<'k>,
     /// Rows of o of each warpgroup.
     pub outputs: TensorRing<'k>,
@@ -64,7 +64,8 @@ where
         let first = spans.bounded_left() && params.lists.is_none();
         let work_shape = Shape { first, ragged: features.ragged.any() };
         let tickets = k.mailbox("tiles", 2, work_shape.words());
-        let scores = k.tensor_ring("scores", config.groups, 1, config.cols);
+        let parts = config.parts().len() as u32;
+        let scores = k.tensor_ring_in_parts("scores", config.groups, config.cols, parts);
         let outputs = k.tensor_ring("outputs", config.groups, 1, dv);
         let rings = Rings { queries, keys, values };
         TensorKernel { features, config, spans, params, rings, staging, tickets, work_shape, scores, outputs }

@@ -1,6 +1,6 @@
 //! The role that starts all products: one thread of one warp.
 //!
-//! For each warpgroup in turn: o += p v of a block, then s = q k^T of the next block. Products run in the order in which
+//! For each warpgroup in turn: o += p v of a block, in the parts in which the warpgroup publishes p, then s = q k^T of the next block. Products run in the order in which
 //! they start, so the scores of the next block overwrite p only after o += p v has read it.
 
 use crate::attention::forward::tcgen05::construction::TensorKernel;
@@ -64,7 +64,7 @@ fn scores<'k, T: Half>(
     kernel.scores.filled(w, which);
 }
 
-/// Starts o += p v of a warpgroup when it has written p.
+/// Starts o += p v of a warpgroup, each part when the warpgroup has published it.
 fn output<'k, T: Half>(
     w: &Scope<'k, WarpRole>,
     kernel: &TensorKernel<'_, 'k, T>,
@@ -74,8 +74,11 @@ fn output<'k, T: Half>(
 ) where
     Pair<T>: Word,
 {
-    kernel.scores.await_answer(w, which);
-    let p = kernel.scores.next(w, which).overlay::<T>(kernel.config.cols);
-    let o = kernel.outputs.next(w, which);
-    w.elected(|t| t.multiply_tensor(o, p, value.operand(Major::Outer), Sum::If(onto)));
+    for (part, cols) in (0..).zip(kernel.config.parts()) {
+        kernel.scores.await_part(w, which, part);
+        let p = kernel.scores.next(w, which).overlay::<T>(kernel.config.cols).range(cols.clone());
+        let o = kernel.outputs.next(w, which);
+        let sum = if part == 0 { Sum::If(onto) } else { Sum::Onto };
+        w.elected(|t| t.multiply_tensor(o, p, value.operand(Major::Outer).summed(cols), sum));
+    }
 }

@@ -11,7 +11,7 @@ use crate::parts::modifier::Tanh;
 use crate::parts::nonfinite::{Redo, ThreadRows};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::Work;
-use crate::parts::softmax::{Rescaled, Totals};
+use crate::parts::softmax::{Numerators, Rescaled, Totals};
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{
     Fragment, Group, GroupBarrier, Half, Pair, RowAcc, RowView, Scope, TensorTile, Val, Var, Which, Word,
@@ -108,8 +108,9 @@ where
         let tile = TileState { work, n: w.var(work.blocks[1] - 1), key_offset: self.prepared(w, &work) };
         let (block, s) = self.scores(w, &tile);
         self.scoring.settle(w, &self.s, first_key(&tile, &block), &block);
-        self.fold.first(w, &self.s, &self.p);
-        self.publish(w, s);
+        let cuts = self.kernel.config.cuts();
+        let publish = |w: &Scope<'k, Group>, part: u32| self.publish(w, s, part);
+        self.fold.first(w, &self.s, &Numerators { fragment: &self.p, cuts: &cuts, publish: &publish });
         // The rows of o move with the warpgroup; that they are complete is known where they are used.
         let rows = self.kernel.outputs.own(w, self.which());
         // Other rescale policies need the scores of every block, so they keep them.
@@ -124,8 +125,9 @@ where
             // Products run in order, so the scores are complete only after the previous p v, and o is at rest.
             let output = OutputRows(rows);
             let first_key = || first_key(&tile, &block);
-            self.scoring.fold(w, &*self.fold, (&self.s, &self.p, &output), (&block, &first_key), again);
-            self.publish(w, s);
+            let publish = |w: &Scope<'k, Group>, part: u32| self.publish(w, s, part);
+            let p = Numerators { fragment: &self.p, cuts: &cuts, publish: &publish };
+            self.scoring.fold(w, &*self.fold, (&self.s, &p, &output), (&block, &first_key), again);
         });
         self.finish(w, &work);
     }
@@ -159,10 +161,12 @@ where
         (block.block(self.kernel.config.cols, &|| keys.to_i32()), s)
     }
 
-    /// Writes p over the scores, and tells the thread that multiplies.
-    fn publish(&self, w: &Scope<'k, Group>, s: TensorTile<'k>) {
-        w.store_tensor_fragment(s.overlay::<T>(self.kernel.config.cols), &self.p);
-        self.kernel.scores.publish(w, self.which());
+    /// Writes a part of p over the scores, and tells the thread that multiplies.
+    fn publish(&self, w: &Scope<'k, Group>, s: TensorTile<'k>, part: u32) {
+        let config = &self.kernel.config;
+        let cols = config.parts()[part as usize].clone();
+        w.store_tensor_fragment(s.overlay::<T>(config.cols).range(cols.clone()), &self.p.range(cols));
+        self.kernel.scores.publish(w, self.which(), part);
     }
 
     /// Writes the rows of a tile.
