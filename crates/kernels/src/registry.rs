@@ -22,7 +22,7 @@ use crate::attention::forward::config::ForwardConfig;
 use crate::attention::{backward, decode, forward};
 use crate::gemm::product::ProductPlan;
 use crate::gemm::scaled::{self, ScaledFormat};
-use crate::gemm::{GemmConfig, Layouts};
+use crate::gemm::{self, GemmConfig, Layouts};
 use crate::parts::repack;
 use crate::row_dot::ROW_DOT;
 use crate::softmax::ROW_SOFTMAX;
@@ -91,7 +91,9 @@ macro_rules! entry {
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
     JOINED.get_or_init(|| {
-        let products = [WGMMA_PRODUCTS, MMA_SYNC_PRODUCTS, TCGEN05_PRODUCTS, PAIR_PRODUCTS, SCALED_PRODUCTS].concat();
+        let products =
+            [WGMMA_PRODUCTS, MMA_SYNC_PRODUCTS, TCGEN05_PRODUCTS, PAIR_PRODUCTS, SCALED_PRODUCTS, CLAIMING_PRODUCTS]
+                .concat();
         let forward = [FORWARD, FEATURES, FORWARD_SYNC, FORWARD_TENSOR].concat();
         let decode = [DECODE, DECODE_FEATURES].concat();
         let backward = [BACKWARD, BACKWARD_SYNC, BACKWARD_TENSOR, AUXILIARY].concat();
@@ -158,6 +160,13 @@ const SCALED_PRODUCTS: &[Entry] = scaled! {
     "gemm-pair-mxfp8" Mxfp8 2 "C = A B by tcgen05 of CTA pairs, MXFP8 into bf16; A [m][k], B [n][k]";
     "gemm-pair-nvfp4" Nvfp4 2 "C = A B by tcgen05 of CTA pairs, NVFP4 into bf16; A [m][k], B [n][k]";
 };
+
+const CLAIMING_PRODUCTS: &[Entry] = &[Entry {
+    name: "gemm-claims-bf16-nt",
+    summary: "C = A B by tcgen05, tiles claimed from CTAs that have not started, bf16; A [m][k], B [n][k]",
+    build: |target| gemm::tcgen05::claiming_kernel::<bf16>(target, NT, GemmConfig::default()),
+    example: None,
+}];
 
 /// Forward attention, tuned for 8192 keys.
 fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>

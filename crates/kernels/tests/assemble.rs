@@ -48,10 +48,10 @@ fn products_of_single_warps_assemble_for_every_architecture() {
 #[test]
 fn products_into_tensor_memory_assemble() {
     let Some(assembler) = assembler() else { return };
-    let prefixes = ["gemm-tensor-", "gemm-pair-", "gemm-mxfp8", "gemm-nvfp4"];
+    let prefixes = ["gemm-tensor-", "gemm-pair-", "gemm-mxfp8", "gemm-nvfp4", "gemm-claims-"];
     let named = |name: &str| prefixes.iter().any(|prefix| name.starts_with(prefix));
     let entries: Vec<_> = registry::all().iter().filter(|entry| named(entry.name)).collect();
-    assert_eq!(entries.len(), 20);
+    assert_eq!(entries.len(), 21);
     for arch in [Arch::SM_100A, Arch::SM_103A] {
         for entry in &entries {
             let report = assembler.assemble(&(entry.build)(Target::new(arch)).unwrap()).unwrap();

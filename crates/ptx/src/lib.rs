@@ -52,8 +52,8 @@ pub use product::{Major, Number, Swizzle, TileShape};
 pub use row_acc::RowAcc;
 pub use row_view::RowView;
 pub use sync::{
-    AccumulatorChannel, BulkReducer, ClusterBroadcast, CopyRing, CtaPair, DoubleTile, Filling, Gate, GlobalRows,
-    Mailbox, Numbers, PeerTiles, Pipe, StagedSums, TensorRing, TokenRing, Which, Zeros,
+    AccumulatorChannel, BulkReducer, Claims, ClusterBroadcast, CopyRing, CtaPair, DoubleTile, Filling, Gate,
+    GlobalRows, Mailbox, Numbers, PeerTiles, Pipe, StagedSums, TensorRing, TokenRing, Which, Zeros,
 };
 pub use tensor_memory::{TensorOperand, TensorTile};
 pub use tensor_scales::{TensorScales, scale_tile};

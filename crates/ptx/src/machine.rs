@@ -343,8 +343,25 @@ pub trait Machine {
     fn grid(&mut self, wait: bool);
     /// Stops the program with an error.
     fn trap(&mut self, lane: u32);
+    /// Cancels a cluster that has not started, writes an [`answer`] to shared memory, and counts its bytes on an mbarrier.
+    fn cancel(&mut self, _lane: u32, _to: MemoryAddress, _bar: MemoryAddress) {}
+    /// A thread reads an answer without a cluster.
+    fn refused(&mut self, _lane: u32) {}
     /// Yields until other warps have run: the warp polls memory that they write.
     fn sleep(&mut self) {}
+}
+
+/// The answer to a request to cancel a cluster, by the first coordinate of its first CTA. The hardware's is opaque.
+pub fn answer(first: Option<u32>) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..4].copy_from_slice(&first.unwrap_or(u32::MAX).to_le_bytes());
+    bytes[15] = u8::from(first.is_some());
+    bytes
+}
+
+/// What an [`answer`] says.
+pub fn answered(bytes: &[u8; 16]) -> Option<u32> {
+    (bytes[15] == 1).then(|| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
 }
 
 /// The lanes whose bits are set in a mask.

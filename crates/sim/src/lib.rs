@@ -33,6 +33,7 @@
 #![deny(unsafe_code)]
 
 mod architecture;
+mod claims;
 mod clock;
 mod copy;
 mod counters;

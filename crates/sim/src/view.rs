@@ -517,6 +517,12 @@ impl Machine for View<'_, '_> {
     fn grid(&mut self, _wait: bool) {
         // Launches run one after another, so the previous grid is done. The guide lists the errors that this hides.
     }
+    fn cancel(&mut self, lane: u32, to: MemoryAddress, bar: MemoryAddress) {
+        self.cancel_cluster(lane, to, bar);
+    }
+    fn refused(&mut self, _lane: u32) {
+        self.saw_no_work();
+    }
     fn sleep(&mut self) {
         self.warp.status = Status::Blocked(Wait::Sleep);
     }

@@ -178,6 +178,8 @@ pub(crate) struct Cta {
     pub reaches: Vec<Access>,
     /// Last accesses by warps of other CTAs.
     pub peers: Vec<Access>,
+    /// The read of an answer that there is no more work.
+    pub refused: Option<Access>,
     /// Number of warps that are not done.
     pub running: u32,
     /// Knowledge of its warps when they ended.
@@ -323,6 +325,7 @@ impl<'a> World<'a> {
                 tensor: TensorMemory::default(),
                 reaches: Vec::new(),
                 peers: Vec::new(),
+                refused: None,
                 running: warps,
                 last: Clock::new(id),
             }

@@ -4,8 +4,9 @@ use crate::common::mutate::{
     change, drop, drop_all, drop_wait, drop_waits_at, find, line, only_one_lane, replace, unguarded,
 };
 use crate::common::{Gemm, INNER, seeds};
-use fulgurite_kernels::gemm::tcgen05::kernel;
+use fulgurite_kernels::gemm::tcgen05::{claiming_kernel, kernel};
 use fulgurite_kernels::gemm::{GemmConfig, Layouts};
+use fulgurite_ptx::device::{Device, Stream};
 use fulgurite_ptx::inst::Arg;
 use fulgurite_ptx::{Kernel, Major, Target, bf16, f16};
 use fulgurite_sim::{Fault, Finding, Line, Options, Sim, TensorOrder};
@@ -360,6 +361,55 @@ fn shape(kernel: &Kernel) -> usize {
         }
     });
     found.expect("a shape")
+}
+
+/// CTAs that run take the tiles of those that have not started.
+#[test]
+fn tiles_that_are_claimed() {
+    let k = |layouts| claiming_kernel::<bf16>(target("sm_100a"), layouts, SMALL).unwrap();
+    for seed in 0..6 {
+        let order = if seed % 2 == 0 { TensorOrder::Strict } else { TensorOrder::Queue };
+        let (sim, gemm) = (on("sm_100a", seed, order), gemm([500, 200, 130], LAYOUTS[seed as usize % 4]));
+        // A CTA for each tile.
+        let (_, worst) =
+            gemm.run::<bf16>(&sim, k(gemm.layouts), 1 << 16).unwrap_or_else(|_| panic!("{seed}: {}", complain(&sim)));
+        assert!(worst <= 1.0, "{seed}: {worst}");
+    }
+    let k = || k(LAYOUTS[1]);
+    let at = |row: &str, n: usize| line(&k(), row, n);
+    let (ask, read) = (at("clusterlaunchcontrol.try_cancel", 0), at("clusterlaunchcontrol.query_cancel", 0));
+    let wait = |n: usize| at("mbarrier.try_wait", n);
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: None };
+    let bugs = [
+        bug("answers not waited for", drop_waits_at(k(), wait(1)), Fault::Race, &[ask, read]),
+        bug("asked before all have read", drop_waits_at(k(), wait(2)), Fault::Race, &[ask, read]),
+    ];
+    let findings = |kernel: Kernel, seed| {
+        let sim = on("sm_100a", seed, TensorOrder::Queue);
+        let gemm = Gemm { compare: false, ..gemm([512, 256, 64], LAYOUTS[1]) };
+        let _ = gemm.run::<bf16>(&sim, kernel, 1 << 16);
+        sim.findings()
+    };
+    check(&bugs, findings);
+    // A thread that asks once more after it saw that there is no work.
+    let greedy = Kernel::build("greedy", target("sm_100a"), |k| {
+        let claims = k.claims("tiles");
+        k.role("all", fulgurite_ptx::Warps(1), |w| {
+            for _ in 0..2 {
+                w.elected(|t| claims.ask(t));
+                claims.take(w);
+            }
+        });
+    })
+    .unwrap();
+    let [ask, read] =
+        ["try_cancel", "query_cancel"].map(|row| line(&greedy, &format!("clusterlaunchcontrol.{row}"), 0));
+    let sim = on("sm_100a", 0, TensorOrder::Queue);
+    let module = sim.load(std::sync::Arc::new(greedy)).unwrap();
+    let _ = sim.launch(&module, [1, 1, 1], &[], Stream::default());
+    let _ = sim.synchronize(Stream::default());
+    let found = sim.findings();
+    assert!(found.iter().any(|f| f.fault == Fault::Operand && f.names(ask) && f.names(read)), "{found:?}");
 }
 
 /// Which shift puts the warp's number into the lane field.

@@ -10,8 +10,8 @@
 use crate::gemm::{GemmCall, GemmConfig, GemmParams, INNER, Layouts, TileCoord, UNIT, place, tile};
 use crate::params::{Params, Program};
 use fulgurite_ptx::{
-    BuildError, Builder, CtaPair, Filling, Group, Half, Kernel, Pair, Pipe, RowAcc, RowView, Scope, Sum, Target,
-    TensorTile, Thread, Tile, TileShape, Val, WarpRole, Warpgroups, Warps, Which, Who, Word,
+    BuildError, Builder, Claims, CtaPair, Filling, Group, Half, Kernel, Pair, Pipe, RowAcc, RowView, Scope, Sum,
+    Target, TensorTile, Thread, Tile, TileShape, Val, WarpRole, Warpgroups, Warps, Which, Who, WholeWarps, Word,
 };
 
 /// Columns of C that the warpgroup holds in registers at a time.
@@ -22,10 +22,28 @@ pub fn kernel<T: Half>(target: Target, layouts: Layouts, config: GemmConfig) -> 
 where
     Pair<T>: Word,
 {
-    Ok(Program::build("gemm_tensor", target, |p| build::<T>(p, layouts, config))?.into_kernel())
+    Ok(Program::build("gemm_tensor", target, |p| build::<T>(p, layouts, config, Tiles::Strided))?.into_kernel())
 }
 
-fn build<'k, T: Half>(p: &Params<'k, GemmCall>, layouts: Layouts, config: GemmConfig)
+/// Like [`kernel`], but its grid has a CTA for each tile of C: a CTA that runs takes tiles from CTAs that have not started. For
+/// one CTA, not for pairs.
+pub fn claiming_kernel<T: Half>(target: Target, layouts: Layouts, config: GemmConfig) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    Ok(Program::build("gemm_claims", target, |p| build::<T>(p, layouts, config, Tiles::Claimed))?.into_kernel())
+}
+
+/// How a CTA comes by its tiles of C.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Tiles {
+    /// In equal steps.
+    Strided,
+    /// From CTAs that have not started.
+    Claimed,
+}
+
+fn build<'k, T: Half>(p: &Params<'k, GemmCall>, layouts: Layouts, config: GemmConfig, tiles: Tiles)
 where
     Pair<T>: Word,
 {
@@ -35,6 +53,8 @@ where
     let params = GemmParams::<T>::declare(p, layouts, config);
     // Of a pair, each CTA has half of the columns of B.
     let stages = Stages::new(k, config, &[tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols / cluster)]);
+    let claims = (tiles == Tiles::Claimed).then(|| k.claims("tiles"));
+    let stages = Stages { claims, ..stages };
     roles(
         k,
         &params,
@@ -56,6 +76,8 @@ where
 pub(super) struct Stages<'k> {
     pub ring: Pipe<'k>,
     pair: Option<CtaPair<'k>>,
+    /// Requests for tiles of CTAs that have not started.
+    claims: Option<Claims<'k>>,
 }
 
 impl<'k> Stages<'k> {
@@ -67,7 +89,7 @@ impl<'k> Stages<'k> {
             None => k.pipe("operands", config.depth, tiles),
             Some(pair) => pair.pipe("operands", config.depth, tiles),
         };
-        Stages { ring, pair }
+        Stages { ring, pair, claims: None }
     }
 }
 
@@ -84,7 +106,7 @@ pub(super) fn roles<'k, T: Half>(
     Pair<T>: Word,
 {
     let GemmConfig { rows, cols, cluster, .. } = config;
-    let Stages { ring, pair } = stages;
+    let Stages { ring, pair, claims } = stages;
     let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, PART)));
     let accumulators = match pair {
         None => k.tensor_ring("accumulators", 1, 2, cols),
@@ -95,8 +117,8 @@ pub(super) fn roles<'k, T: Half>(
     k.role("store", Warpgroups(1).registers(168), |w| {
         let barrier = w.group_barrier();
         let part_acc = w.row_accumulators(PART);
-        let ([first, count], rank) = (tiles_of(w, cluster), rank_of(w, cluster));
-        w.each(first, params.tiles, count, |w, tile| {
+        let rank = rank_of(w, cluster);
+        each_tile(w, params.tiles, (cluster, claims.as_ref()), |w, tile| {
             let at = params.find(config, tile, rank);
             let acc = accumulators.await_full(w, which);
             for part in 0..cols / PART {
@@ -122,21 +144,30 @@ pub(super) fn roles<'k, T: Half>(
     });
 
     k.role("load", Warps(1).registers(72), |w| {
-        w.one_thread(|t| {
-            let ([first, count], rank) = (tiles_of(t, cluster), rank_of(t, cluster));
-            t.each(first, params.tiles, count, |t, tile| {
-                let at = params.find(config, tile, rank);
-                let col = if cluster == 1 { at.col } else { rank.mul_add(cols / cluster, at.col) };
-                let own = TileCoord { col, ..at };
-                t.each(0, params.k_steps, 1, |t, step| ring.put(t, |t, stage| load(t, stage, [at, own], step)));
-            });
-        });
+        let load_tile = |t: &Scope<'k, Thread>, tile, rank: Val<'k, u32>| {
+            let at = params.find(config, tile, rank);
+            let col = if cluster == 1 { at.col } else { rank.mul_add(cols / cluster, at.col) };
+            let own = TileCoord { col, ..at };
+            t.each(0, params.k_steps, 1, |t, step| ring.put(t, |t, stage| load(t, stage, [at, own], step)));
+        };
+        match claims {
+            None => w.one_thread(|t| {
+                let ([first, count], rank) = (tiles_of(t, cluster), rank_of(t, cluster));
+                t.each(first, params.tiles, count, |t, tile| load_tile(t, tile, rank));
+            }),
+            // The whole warp takes the answers; one thread asks, and asks for the next tile before it loads this one.
+            Some(claims) => each_tile(w, params.tiles, (cluster, Some(claims)), |w, tile| {
+                w.elected(|t| {
+                    claims.ask(t);
+                    load_tile(t, tile, t.constant(0u32));
+                });
+            }),
+        }
     });
 
     k.role("multiply", Warps(1), |w| {
         leading(*pair, w, |w| {
-            let [first, count] = tiles_of(w, cluster);
-            w.each(first, params.tiles, count, |w, _| {
+            each_tile(w, params.tiles, (cluster, claims.as_ref()), |w, _| {
                 let acc = accumulators.await_empty(w, which);
                 w.each(0, params.k_steps, 1, |w, step| {
                     let tiles = ring.wait(w);
@@ -156,6 +187,27 @@ pub(super) fn roles<'k, T: Half>(
 #[track_caller]
 fn tiles_of<'k, W: Who>(w: &Scope<'k, W>, cluster: u32) -> [Val<'k, u32>; 2] {
     if cluster == 1 { [w.cta(), w.ctas()] } else { [w.cluster(), w.clusters()] }
+}
+
+/// Runs `f` for each tile of C of a CTA or of a pair: for every so many, or for its own and those that it claims.
+#[track_caller]
+fn each_tile<'k, W: WholeWarps>(
+    w: &Scope<'k, W>,
+    tiles: Val<'k, u32>,
+    (cluster, claims): (u32, Option<&Claims<'k>>),
+    f: impl FnOnce(&Scope<'k, W>, Val<'k, u32>),
+) {
+    let Some(claims) = claims else {
+        let [first, count] = tiles_of(w, cluster);
+        return w.each(first, tiles, count, f);
+    };
+    let tile = w.var(w.cta());
+    w.repeat(|w, leave| {
+        f(w, tile.get());
+        let (more, next) = claims.take(w);
+        leave.when(!more);
+        tile.set(next);
+    });
 }
 
 /// Rank of the CTA in its pair.

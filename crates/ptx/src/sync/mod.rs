@@ -3,6 +3,7 @@
 
 mod accumulator_channel;
 mod bulk_reducer;
+mod claims;
 mod cluster;
 mod copy_ring;
 pub(crate) mod cta_pair;
@@ -17,6 +18,7 @@ mod zeros;
 
 pub use accumulator_channel::AccumulatorChannel;
 pub use bulk_reducer::BulkReducer;
+pub use claims::Claims;
 pub use cluster::{ClusterBroadcast, PeerTiles};
 pub use copy_ring::{CopyRing, GlobalRows};
 pub use cta_pair::CtaPair;

@@ -19,7 +19,7 @@
 //!   [`B64`](crate::inst::Class::B64) for pairs of floats, words `.v8` for vectors, and `needs` of sm_100. The rows of
 //!   Hopper stay: a kernel chooses by its target, and the verifier rejects instructions that a target lacks.
 //! - Of [`tcgen05`]: sparse products, `shift`, copies other than those of scales, 4-bit floats without scales or with powers of two.
-//! - `clusterlaunchcontrol`: a transfer of 16 bytes that completes on an mbarrier.
+//! - `clusterlaunchcontrol` with an answer for every CTA of a cluster.
 
 pub mod atomic;
 pub mod bulk;
@@ -28,6 +28,7 @@ pub mod cache;
 pub mod convert;
 pub mod float;
 pub mod integer;
+pub mod launch;
 pub mod logic;
 pub mod mbarrier;
 pub mod memory;
@@ -56,6 +57,7 @@ pub static INSTS: &[&[&Inst]] = &[
     bytes::ROWS,
     tensor::ROWS,
     tcgen05::ROWS,
+    launch::ROWS,
 ];
 
 /// All rows in one list.

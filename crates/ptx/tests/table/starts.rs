@@ -4,9 +4,9 @@ use super::machine::{Counting, GLOBAL, Given, SHARED, Warp, at, execute, same};
 use super::uses::uses;
 use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::{Arg, Base, Class, Effect, Inst, Reg, Space};
-use fulgurite_ptx::machine::{Done, Machine, MemoryAddress, Queue, Reduction, Transfer};
+use fulgurite_ptx::machine::{Done, Machine, MemoryAddress, Queue, Reduction, Transfer, answer};
 use fulgurite_ptx::product::{Left, Major};
-use fulgurite_ptx::table::{self, bulk, bytes, tcgen05, tensor};
+use fulgurite_ptx::table::{self, bulk, bytes, launch, tcgen05, tensor};
 use fulgurite_ptx::tcgen05::{CtaGroup, ProductKind, Side, TensorAction, TensorLeft, TensorProduct};
 
 const TILE: u64 = SHARED as u64 + 1024;
@@ -241,4 +241,13 @@ fn every_meaning_runs() {
             }
         }
     }
+}
+
+#[test]
+fn answers_to_claims() {
+    let mut warp = Warp::new(0, 4096);
+    warp.shared[1024..1040].copy_from_slice(&answer(Some(77)));
+    assert_eq!(execute(&mut warp, &launch::QUERY_CANCEL, &[at(TILE)]), [[1; 32], [77; 32]]);
+    warp.shared[1024..1040].copy_from_slice(&answer(None));
+    assert_eq!(execute(&mut warp, &launch::QUERY_CANCEL, &[at(TILE)]), [[0; 32], [0; 32]]);
 }
