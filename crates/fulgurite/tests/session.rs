@@ -135,8 +135,8 @@ fn results_share_no_memory() {
     let parts = [0, 1, 2, 3].map(part);
     let view = |i: usize| TensorView::on_device(&parts[i], DType::Bf16, &shape, Some(&strides)).unwrap();
     let inputs = Inputs::new(view(0), view(1), view(2));
-    for i in 0..4 {
-        let mut o = TensorViewMut::on_device(&parts[i], DType::Bf16, &shape, Some(&strides)).unwrap();
+    for (i, part) in parts.iter().enumerate() {
+        let mut o = TensorViewMut::on_device(part, DType::Bf16, &shape, Some(&strides)).unwrap();
         let got = session.checked_forward(&prepared, &inputs, &mut o, None).map(|_| ()).map_err(|e| e.to_string());
         let shared = |other: &str| Err(format!("`out` shares memory with `{other}`; write into a tensor of its own"));
         assert_eq!(got, ["q", "k", "v"].get(i).map_or(Ok(()), |other| shared(other)));
