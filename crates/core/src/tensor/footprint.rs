@@ -107,10 +107,10 @@ mod tests {
     #[test]
     fn slices_of_one_buffer_lie_side_by_side() {
         // q and k of `[sequence, 3, heads, dim]`, and of `[sequence, heads, 3 dim]`.
-        let fused = |at| footprint(2 * at, &[5, 4, 8], &[96, 8, 1]).unwrap();
+        let fused = |at: u64| footprint(2 * at, &[5, 4, 8], &[96, 8, 1]).unwrap();
         assert!(!fused(0).overlaps(&fused(32)) && !fused(64).overlaps(&fused(32)));
         assert!(fused(0).overlaps(&fused(31)) && fused(0).overlaps(&fused(0)));
-        let inner = |at| footprint(2 * at, &[5, 4, 8], &[96, 24, 1]).unwrap();
+        let inner = |at: u64| footprint(2 * at, &[5, 4, 8], &[96, 24, 1]).unwrap();
         assert!(!inner(0).overlaps(&inner(8)) && inner(0).overlaps(&inner(7)));
         // Heads before and after one another in one buffer.
         assert!(!footprint(0, &[2, 3], &[3, 1]).unwrap().overlaps(&footprint(12, &[2, 3], &[3, 1]).unwrap()));
