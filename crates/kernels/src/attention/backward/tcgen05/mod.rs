@@ -5,7 +5,7 @@
 //! too, as the left operand of d_q = d_z k. d_k and d_v stay in tensor memory to the end, so their sums are deterministic. d_q
 //! of each step leaves tensor memory, and the copy engine adds it to f32 sums.
 //!
-//! One warp loads, one warp starts all products ([`multiply`] has their order), two warpgroups compute p and d_z, one warpgroup
+//! One warp loads, one warp starts all products (`multiply` has their order), two warpgroups compute p and d_z, one warpgroup
 //! moves d_q. Tiles, mask, modifiers, p, d_z, and the kernels before and after are those of Hopper.
 
 mod compute;
