@@ -321,8 +321,6 @@ fn more_gradients_by_tensor_memory_assemble() {
             dense(Mask::none()).bias([1, 4, 640, 1], DType::F32, true),
             dense(Mask::causal()).block_mask(BlockSpec::default()),
             dense(Mask::none()).block_mask(BlockSpec { rows: 64, cols: 64, ..BlockSpec::default() }),
-            dense(Mask::documents().and(Mask::causal())),
-            dense(Mask::documents().and(Mask::causal())).softcap(30.0),
         ];
         for problem in problems {
             let problem = problem.build().unwrap();

@@ -123,9 +123,10 @@ impl Case {
     }
 
     /// The exponentials of the backward kernel; the gradients pass the tolerance rule.
-    fn backward(&self, plan: &BackwardPlan, target: Target, kernel: &str) -> u64 {
+    fn backward(&self) -> u64 {
+        let plan = BackwardPlan::new(&self.problem, false, Order::Any).unwrap();
         assert!(plan.expression_blocks().is_some(), "{:?} is not planned", self.problem.mask());
-        let sim = Sim::on(target, Options::default());
+        let sim = Sim::new(Options::default());
         let Drawn { rows, memory } = self.drawn(&sim);
         let inputs = self.inputs(&rows);
         let bound = inputs.bind(&self.problem).unwrap();
@@ -139,7 +140,7 @@ impl Case {
         let tensors = BackwardTensors::new([q, k, v, placed(&o, rows[3].shape())], lse.span(), d_o, [d_q, d_k, d_v]);
         let (aux, d_aux, used) = (self.device_aux(&memory), vec![None; self.aux.len()], self.used(&memory));
         let tensors = BackwardTensors { aux, d_aux, used, ..tensors };
-        let kernels = plan.kernels(target).unwrap();
+        let kernels = plan.kernels(Target::HOPPER).unwrap();
         let scratch = sim.allocate(plan.scratch_bytes()).unwrap();
         let launches = plan.plan(&kernels, &tensors, scratch.span(), 2).unwrap();
         launches.run(&sim, Stream::default(), &mut |kernel| sim.load(kernel.clone())).unwrap();
@@ -150,12 +151,7 @@ impl Case {
         for (name, verdict) in check_backward(&bound, &saved, &gradients, 0) {
             assert!(verdict.ok(), "{:?}, {name}: {verdict}", self.problem.mask());
         }
-        sim.counts_of(kernel).exps
-    }
-
-    fn hopper_backward(&self) -> u64 {
-        let plan = BackwardPlan::new(&self.problem, false, Order::Any).unwrap();
-        self.backward(&plan, Target::HOPPER, "attention_backward")
+        sim.counts_of("attention_backward").exps
     }
 
     fn hopper(&self) -> u64 {
@@ -192,7 +188,7 @@ fn an_expression_skips_what_it_hides() {
     let of_blocks = 2 * seen * 128 * 128;
     let forward = case.hopper();
     assert!((of_blocks..of_blocks + of_blocks / 4).contains(&forward), "{forward} of {of_blocks}");
-    assert_eq!(case.hopper_backward(), of_blocks);
+    assert_eq!(case.backward(), of_blocks);
     // In a fixed order, all steps below the diagonal are computed.
     let fixed = BackwardPlan::new(&case.problem, false, Order::Fixed).unwrap();
     assert_eq!(fixed.expression_blocks(), None);
@@ -209,7 +205,7 @@ fn expressions_differ_by_head_and_sequence() {
         aux: vec![Tensor::new(vec![40, 300], &[2]).unwrap()],
         used_k: Some(Tensor::new(vec![0, 1111], &[2]).unwrap()),
     };
-    let (all, forward, backward) = (4 * (len * len) as u64, case.hopper(), case.hopper_backward());
+    let (all, forward, backward) = (4 * (len * len) as u64, case.hopper(), case.backward());
     assert!(forward < all / 5 && backward < all / 5, "{forward} and {backward} of {all}");
 }
 
@@ -221,16 +217,6 @@ fn mma_sync_skips_too() {
     let seen = visible_blocks(1500, |i, j| j <= i && i / 120 == j / 120);
     let (of_blocks, forward) = (2 * seen * 128 * 128, case.forward(plan, Target::AMPERE, "attention_forward_sync"));
     assert!((of_blocks..of_blocks + of_blocks / 4).contains(&forward), "{forward} of {of_blocks}");
-}
-
-/// The gradients of data-centre Blackwell skip the same blocks.
-#[test]
-fn tcgen05_skips_too() {
-    let target = Target::named("sm_100a").unwrap();
-    let case = documents(1500, 200);
-    let plan = BackwardPlan::tcgen05(&case.problem, (false, Order::Any), target.arch).unwrap();
-    let seen = visible_blocks(1500, |i, j| j <= i && i / 200 == j / 200);
-    assert_eq!(case.backward(&plan, target, "attention_backward_tensor"), 2 * seen * 128 * 128);
 }
 
 /// With ALiBi and no causal mask, tiles start with the keys nearest to their queries: later blocks do not raise the maximum, so

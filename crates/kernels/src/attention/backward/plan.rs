@@ -178,7 +178,7 @@ impl BackwardPlan {
         if order == Order::Fixed {
             return missing("gradients in a fixed order".into());
         }
-        let facts = facts_of(problem, (d_lse, order), arch, (Skipping::ByExpression, [STEP, TENSOR_KEYS]))?;
+        let facts = facts_of(problem, (d_lse, order), arch, (Skipping::ByLists, [STEP, TENSOR_KEYS]))?;
         let dims = facts.features.dims;
         match BackwardConfig::tensor(&facts.features) {
             Some(config) => BackwardPlan::of(facts, config),
