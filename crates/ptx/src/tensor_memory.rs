@@ -500,11 +500,12 @@ impl<'k> Scope<'k, Thread> {
                 (kind.row(false), k.placed(Location::caller(), steps))
             }
         };
-        let group = Arg::Word(group.word());
+        let (group, at) = (Arg::Word(group.word()), Location::caller());
         for (j, (a, b)) in a_steps.into_iter().zip(b_steps).enumerate() {
             let mut args = vec![d.clone(), a, Arg::Reg(b), Arg::Reg(shapes[j % variants])];
             if let Some(scales) = scales {
-                args.extend(scales.map(|scales| scales.place(base, j as u32 * each)));
+                // A closure has a line of its own, and the kernel's line is the one to tell.
+                args.extend(k.placed(at, || scales.map(|scales| scales.place(base, j as u32 * each))));
             }
             args.extend([sum.at(j), group.clone()]);
             if kind != ProductKind::I8 {
