@@ -362,7 +362,7 @@ fn in_the_order_of_sums() {
         let mut unordered = vec![("no look", drop_loops_at(k(), "ld.acquire", wait))];
         let wait = |text| line_with(&k(), "mbarrier.try_wait", "ordered.rs", text);
         if by_threads || by_pairs {
-            let add = wait("self.messages.wait(w, self.adder.compute");
+            let add = wait("self.messages.wait(w, compute");
             unordered.push(("added before the turn", drop_waits_at(k(), add)));
         }
         if by_threads {
