@@ -163,13 +163,15 @@ impl View<'_, '_> {
             Done::Mbarrier(bar) => {
                 let Some(there) = self.resolve(lane, bar, 8) else { return };
                 let each = group == CtaGroup::Single && matches!(ends.to, End::Shared { .. });
+                // A multicast with an empty mask goes nowhere.
                 if let End::Shared { ranks, .. } = &ends.to
+                    && let Some(first) = ranks.first()
                     && !ranks.iter().any(|&rank| group.ranks(rank).contains(&there.rank))
                 {
                     let allowed = if each { "that CTA" } else { "that CTA or the other one of its pair" };
                     let what = format!(
-                        "a copy to CTA {} of the cluster, with an mbarrier in CTA {}, allowed: {allowed}",
-                        ranks[0], there.rank
+                        "a copy to CTA {first} of the cluster, with an mbarrier in CTA {}, allowed: {allowed}",
+                        there.rank
                     );
                     return self.refuse(lane, what, bar.address);
                 }
@@ -184,9 +186,9 @@ impl View<'_, '_> {
                 End::Shared { ranks, .. } if each => ranks.clone(),
                 _ => vec![rank],
             };
-            if !each {
+            if let (false, Some(&written)) = (each, write_done.first()) {
                 // The mbarrier must outlive the copy.
-                let access = Access { who: Who::Async(write_done[0]), ..issued };
+                let access = Access { who: Who::Async(written), ..issued };
                 self.cluster.blocks[rank].reaches.push(access);
             }
             phases = to.iter().map(|&rank| self.world.bar_phase(self.cluster, BarAt { rank, offset })).collect();

@@ -235,7 +235,7 @@ fn what_is_missing_is_refused_by_name() {
     let fixed = Case { order: Order::Fixed, ..Case::base() };
     let named = Some(TensorUnit::Tcgen05);
     for (case, results, what) in [
-        (&long, ResultType::Input, "backward of head dims 136 and 128 (it has them up to 128) by tcgen05"),
+        (&long, ResultType::Input, "backward of head dims 136 and 128 (up to 128 are supported) by tcgen05"),
         (&fixed, ResultType::Input, "gradients in a fixed order by tcgen05"),
         (&Case::base(), ResultType::F32, "f32 gradients by tcgen05"),
     ] {
