@@ -49,7 +49,7 @@ impl<'k> StagedSums<'k> {
             // With an odd number of parts, the first part uses the buffer of the last one before it.
             let pending = u32::from(count.is_multiple_of(2));
             let buffer = self.first + i % 2 * bytes;
-            w.one_thread_of_group(|t| t.wait_stores_read(pending));
+            w.one_thread_of_group(|t| k.placed(at, || t.wait_stores_read(pending)));
             w.sync_group(barrier);
             k.placed(at, || self.write(w, &rows.part(i, self.cols), buffer));
             w.publish_shared();
@@ -60,8 +60,8 @@ impl<'k> StagedSums<'k> {
                     let from = k.shared_address(buffer).in_register();
                     let [to, from] = [to, from].map(|reg| Arg::Address(Base::Reg(reg), 0));
                     k.emit(&bytes::REDUCE_BYTES, [to, from, t.constant(bytes).arg(), Arg::Word("add.f32")]);
+                    t.commit_stores();
                 });
-                t.commit_stores();
             });
         }
     }
@@ -79,6 +79,7 @@ impl<'k> StagedSums<'k> {
     /// Waits until the copy engine has added everything, before the role ends.
     #[track_caller]
     pub fn end(&self, w: &Scope<'k, Group>) {
-        w.one_thread_of_group(|t| t.wait_stores(0));
+        let at = Location::caller();
+        w.one_thread_of_group(|t| self.k.placed(at, || t.wait_stores(0)));
     }
 }
