@@ -194,7 +194,7 @@ pub(crate) struct Rows<'a> {
     numbers: [Number; 3],
     /// Elements of both operands in the order of their rows, times their scales; of products other than those of halves.
     wide: Option<[Vec<f64>; 2]>,
-    /// Which bits each row and each column of them have, if all are finite.
+    /// The bits that each row and each column of the operands has, if all are finite.
     bits: [Vec<Option<Bits>>; 2],
     scaled: bool,
     sums: Sums,

@@ -348,7 +348,7 @@ fn planted_bugs_of_pairs() {
     }
 }
 
-/// Which constant is the shape of a product.
+/// Index of the constant that is the shape of a product.
 fn shape(kernel: &Kernel) -> usize {
     let Arg::Reg(reg) = find(kernel, "tcgen05.mma.ss", 0).args[3] else { panic!("a shape that is no register") };
     let (mut n, mut found) = (0, None);

@@ -56,7 +56,7 @@ fn gradients_are_those_of_f64() {
     check(&Case { q_len: 66, k_len: 66, heads: [1, 1], dims: [128, 128], ..base }, &on("sm_103a", 9));
 }
 
-/// d_k and d_v have the same bits in every order of execution.
+/// d_k and d_v are bitwise identical in every order of execution.
 #[test]
 fn clean_and_deterministic_in_every_order() {
     // d_q beside d_p in tensor memory, and over it.

@@ -240,7 +240,7 @@ fn scaled_products_are_clean_in_every_order() {
     }
 }
 
-/// Which constant is the `n`-th shape of a scaled product.
+/// Index of the constant that is the `n`-th shape of a scaled product.
 fn shape(kernel: &Kernel) -> usize {
     let Arg::Reg(reg) = find(kernel, "tcgen05.mma.scaled.ss", 0).args[3] else { panic!("a shape that is no register") };
     let (mut n, mut found) = (0, None);

@@ -189,7 +189,7 @@ fn tiles_of<'k, W: Who>(w: &Scope<'k, W>, cluster: u32) -> [Val<'k, u32>; 2] {
     if cluster == 1 { [w.cta(), w.ctas()] } else { [w.cluster(), w.clusters()] }
 }
 
-/// Runs `f` for each tile of C of a CTA or of a pair: for every so many, or for its own and those that it claims.
+/// Runs `f` for each tile of C of a CTA or of a pair: at a stride of all CTAs, or for its own tile and those that it claims.
 #[track_caller]
 fn each_tile<'k, W: WholeWarps>(
     w: &Scope<'k, W>,

@@ -37,7 +37,7 @@ pub(super) struct Late {
     pub after: usize,
 }
 
-/// The share of the exponentials behind a signal that may overtake it: one in so many.
+/// The share of the exponentials behind a signal that may overtake it: one in this number.
 const TOLERATED: usize = 4;
 
 /// The kinds of instruction that the check distinguishes.

@@ -243,7 +243,7 @@ pub struct LatePublish {
     pub at: RustLine,
     /// Number of exponentials that should follow the signal.
     pub exponentials: usize,
-    /// How many of them precede it.
+    /// Number of those exponentials that precede the signal.
     pub early: usize,
 }
 

@@ -7,7 +7,7 @@ use crate::table::{convert, float};
 use std::ops::{Add, Mul};
 
 impl<'k, W: Who> Scope<'k, W> {
-    /// How many f32 numbers an instruction adds or multiplies: 2 on architectures with [`F32x2`], else 1.
+    /// Number of f32 numbers that an instruction adds or multiplies: 2 on architectures with [`F32x2`], else 1.
     pub fn float_width(&self) -> usize {
         if self.k.target().arch.f32x2 { 2 } else { 1 }
     }

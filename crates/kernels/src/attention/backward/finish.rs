@@ -168,7 +168,7 @@ pub(crate) struct SumLayout {
 enum SumOrder {
     /// `[warpgroup][eight columns][thread][4]`.
     Fours,
-    /// The same, where rows of the product are elements of the result, and columns its rows.
+    /// `[warpgroup][eight columns][thread][4]` of the transposed product: rows of the product are elements of the result, and columns its rows.
     Transposed,
     /// `[warpgroup][eight columns][4][thread]`: threads that add single elements add to neighbouring words.
     Planes,
