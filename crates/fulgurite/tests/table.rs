@@ -82,13 +82,18 @@ fn table_without(features: &[&str]) -> Vec<Case> {
     table
 }
 
-/// Judges the table on a GPU other than Hopper, of which `refused` cases at most are refused: all of it with
+/// Judges a table on a GPU other than Hopper, of which `refused` cases at most are refused: all of it with
 /// `FULGURITE_LONG`, else every third case from `first` on. The units share masks, modifiers, softmax and epilogue, which the
 /// whole table judges on Hopper.
-fn run_elsewhere(arch: Arch, (first, refused): (usize, usize), judge: impl Fn(&dyn Engine, &Case) -> Verdict + Sync) {
+fn run_elsewhere(
+    arch: Arch,
+    table: Vec<Case>,
+    (first, refused): (usize, usize),
+    judge: impl Fn(&dyn Engine, &Case) -> Verdict + Sync,
+) {
     let long = std::env::var_os("FULGURITE_LONG").is_some();
     let (first, step) = if long { (0, 1) } else { (first, 3) };
-    let table: Vec<Case> = table_without(cases::NOT_ON_GPU).into_iter().skip(first).step_by(step).collect();
+    let table: Vec<Case> = table.into_iter().skip(first).step_by(step).collect();
     let (ran, wrong) = run_on(Choice::SimArch(arch), &table, judge);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert!(ran + refused >= table.len() && (!long || ran + refused == table.len()), "{ran} of {}", table.len());
@@ -96,7 +101,7 @@ fn run_elsewhere(arch: Arch, (first, refused): (usize, usize), judge: impl Fn(&d
 
 #[test]
 fn outputs_of_the_table_are_right() {
-    let table = table_without(&["hidden_nonfinite"]);
+    let table = table();
     let (ran, wrong) = run(&table, judge_forward);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(ran, table.len());
@@ -108,13 +113,13 @@ const REFUSED_BY_MMA_SYNC: usize = 3;
 /// The kernels of every GPU since Ampere.
 #[test]
 fn outputs_of_the_table_are_right_by_mma_sync() {
-    run_elsewhere(Arch::SM_80, (0, REFUSED_BY_MMA_SYNC), judge_forward);
+    run_elsewhere(Arch::SM_80, table(), (0, REFUSED_BY_MMA_SYNC), judge_forward);
 }
 
 /// The kernels of data-centre Blackwell; what they refuse runs by `mma.sync`.
 #[test]
 fn outputs_of_the_table_are_right_by_tcgen05() {
-    run_elsewhere(Arch::SM_100A, (1, REFUSED_BY_MMA_SYNC), judge_forward);
+    run_elsewhere(Arch::SM_100A, table(), (1, REFUSED_BY_MMA_SYNC), judge_forward);
 }
 
 /// Cases that backward refuses: head dimensions above 256, and the table exponential.
@@ -122,7 +127,7 @@ const REFUSED_BACKWARD: usize = 3;
 
 #[test]
 fn gradients_of_the_table_are_right() {
-    let table = table_without(cases::NOT_ON_GPU);
+    let table = table_without(cases::NO_GPU_GRADIENTS);
     let (ran, wrong) = run(&table, judge_gradients);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(ran, table.len() - REFUSED_BACKWARD);
@@ -131,13 +136,13 @@ fn gradients_of_the_table_are_right() {
 /// The gradients of every GPU since Ampere.
 #[test]
 fn gradients_of_the_table_are_right_by_mma_sync() {
-    run_elsewhere(Arch::SM_80, (2, REFUSED_BACKWARD), judge_gradients);
+    run_elsewhere(Arch::SM_80, table_without(cases::NO_GPU_GRADIENTS), (2, REFUSED_BACKWARD), judge_gradients);
 }
 
 /// The gradients of data-centre Blackwell; what `tcgen05` refuses runs by `mma.sync`.
 #[test]
 fn gradients_of_the_table_are_right_by_tcgen05() {
-    run_elsewhere(Arch::SM_100A, (1, REFUSED_BACKWARD), judge_gradients);
+    run_elsewhere(Arch::SM_100A, table_without(cases::NO_GPU_GRADIENTS), (1, REFUSED_BACKWARD), judge_gradients);
 }
 
 /// Random mixtures of shapes and features, most of which kernels have: more of them with `FULGURITE_LONG`.

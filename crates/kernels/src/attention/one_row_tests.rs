@@ -159,7 +159,7 @@ fn build(p: &Params<'_, Call>, mask: &Mask, modifiers: &Modifiers, rescale: Resc
             staging: &[staging],
             part: DV,
         };
-        let work = Work { row: zero, head: zero, batch: zero, blocks: [zero, zero], sequence: None };
+        let work = Work { row: zero, head: zero, batch: zero, blocks: [zero, zero], sequence: None, tile: None };
         epilogue.run::<bf16>(w, &work, &tile.o, totals);
     });
 }

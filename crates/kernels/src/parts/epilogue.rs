@@ -48,6 +48,22 @@ impl<'k> Epilogue<'_, 'k> {
         }
     }
 
+    /// The warpgroup's first row of a tile, in the sequence.
+    pub(crate) fn first_row<A: RowView<'k>>(&self, work: &Work<'k>) -> Val<'k, u32> {
+        work.row + self.own * A::GROUP_ROWS
+    }
+
+    /// The rows of the LSE of a tile's head and sequence.
+    pub(crate) fn lse_rows_of(&self, work: &Work<'k>) -> LseRows<'k> {
+        let (before, room) = match (work.sequence, self.q_len) {
+            (Some(s), _) => (if self.packed { s.q_start } else { s.q_start.literal(0) }, s.q_room),
+            (None, Some(q_len)) => (q_len.literal(0), q_len),
+            (None, None) => unreachable!("bug in fulgurite: a tile without its sequence"),
+        };
+        let head = if self.packed { work.head } else { work.batch * self.heads + work.head };
+        LseRows { start: head.mul_wide(self.lse_rows), before, room }
+    }
+
     /// Whether the thread writes the LSE of its rows.
     fn writes_lse<A: RowView<'k>>(&self, w: &Scope<'k, Group>) -> Val<'k, bool> {
         let once = A::is_first_of_row(w);
@@ -58,16 +74,9 @@ impl<'k> Epilogue<'_, 'k> {
     where
         Pair<T>: Word,
     {
-        let first = work.row + self.own * A::GROUP_ROWS;
+        let first = self.first_row::<A>(work);
         let row = |i: usize| first + A::first_row(w) + A::row_offset(i);
-        // First row of the sequence in the LSE, and its number of rows.
-        let (before, room) = match (work.sequence, self.q_len) {
-            (Some(s), _) => (if self.packed { s.q_start } else { s.q_start.literal(0) }, s.q_room),
-            (None, Some(q_len)) => (q_len.literal(0), q_len),
-            (None, None) => unreachable!("bug in fulgurite: a tile without its sequence"),
-        };
-        let head = if self.packed { work.head } else { work.batch * self.heads + work.head };
-        let start = head.mul_wide(self.lse_rows);
+        let LseRows { start, before, room } = self.lse_rows_of(work);
         let sink = self.sinks.map(|sinks| sinks.of_head(w, work.head));
         // Rows past those in use get zeros and -inf, whatever was computed for them.
         let unused = work.sequence.map(|s| (0..A::ROWS).map(|i| row(i).ge(s.q_len)).collect::<Vec<_>>());
@@ -139,6 +148,16 @@ impl<'k> Epilogue<'_, 'k> {
             self.output.store(w, work, staging, corner);
         }
     }
+}
+
+/// The rows of the LSE of one head and sequence.
+pub(crate) struct LseRows<'k> {
+    /// Index of the head's first element.
+    pub start: Val<'k, u64>,
+    /// Rows of the head before the sequence's first.
+    pub before: Val<'k, u32>,
+    /// Rows of the sequence.
+    pub room: Val<'k, u32>,
 }
 
 /// Position of a staging buffer's first element in a tile's rows of O.

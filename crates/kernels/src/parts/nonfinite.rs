@@ -5,20 +5,25 @@
 //! At the end of a tile, this part checks whether a sum is not finite, which costs next to nothing. If so, it accumulates
 //! the tile again and skips hidden keys. That is slow, and only such data pays for it.
 //!
+//! A kernel accumulates such a tile again either at once ([`NonfinitePath::run`]), or after its last tile
+//! ([`SpoiledTiles`]). The first way keeps all that the second computation needs in registers while the first one runs, so
+//! a kernel without registers to spare takes the second way.
+//!
 //! Scores of hidden keys are replaced by -inf before they are used, so the sum of a row's probabilities depends on visible
 //! keys alone. If that sum is NaN, the row is NaN, and nothing needs to be computed again for it.
 
 use crate::params::{Lens, Params};
 use crate::parts::arguments::DeviceTensor;
 use crate::parts::block_lists::{Lists, Tag};
+use crate::parts::epilogue::Epilogue;
 use crate::parts::exp::{Element, exp2};
 use crate::parts::mask::Limits;
 use crate::parts::modifier::Modify;
 use crate::parts::schedule::{Of, Unequal, Work};
-use crate::parts::softmax::Totals;
+use crate::parts::softmax::{FLOOR, Totals};
 use fulgurite_core::Exp;
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Acc, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
+use fulgurite_ptx::{Acc, Builder, Group, GroupBarrier, Half, Pair, Pointer, RowView, Scope, Shared, Val, Var, Word};
 
 /// Stands for the probability of a hidden key. Those of visible keys are at least 0, or NaN.
 const HIDDEN: f32 = -1.0;
@@ -143,14 +148,35 @@ where
     }
 }
 
-/// Whether an element of the thread's `row`-th row is infinite or NaN. Sums of more than the largest f32 also count.
+/// Whether an element of the thread's `row`-th row is infinite or NaN. Products of two elements beyond the largest f32
+/// also count.
 fn not_finite<'k, A: RowView<'k>>(o: &A, row: usize) -> Val<'k, bool> {
     /// Chains of additions, which do not wait for each other.
     const CHAINS: usize = 4;
-    let own = || o.elements().enumerate().filter(|(i, _)| A::row_of(*i) == row).map(|(_, x)| x);
-    let chain = |first: usize| own().skip(first).step_by(CHAINS).reduce(|a, b| a + b);
-    let sum = (0..CHAINS).filter_map(chain).reduce(|a, b| a + b).expect("bug in fulgurite: a row without columns");
+    let own: Vec<_> = o.elements().enumerate().filter(|(i, _)| A::row_of(*i) == row).map(|(_, x)| x).collect();
+    // One instruction for each pair of elements: a sum of products of pairs.
+    let zero = own[0].literal(0.0);
+    let chain = |first: usize| {
+        let pairs = own.chunks(2).skip(first).step_by(CHAINS);
+        pairs
+            .map(|pair| (pair[0], pair[pair.len() - 1]))
+            .fold(None, |sum, (a, b)| Some(sum.map_or_else(|| a * b, |sum| a.mul_add(b, sum))))
+    };
+    let sum = (0..CHAINS).filter_map(chain).reduce(|a, b| a + b).unwrap_or(zero);
     !(sum * 0.0).eq(0.0)
+}
+
+/// The rows' maxima, and where sums of p go if they are not known.
+struct Sums<'a, 'k> {
+    max: &'a [Val<'k, f32>],
+    p: Option<&'a [Var<'k, f32>]>,
+}
+
+impl<'k, A> Redo<'_, 'k, A> {
+    /// The index of a key that exists: reads past the last key read the last one.
+    fn inside(&self, key: Val<'k, u32>) -> Val<'k, u32> {
+        key.min(self.keys.max(1) - 1)
+    }
 }
 
 impl<'k, T: Half> NonfinitePath<'k, T>
@@ -188,22 +214,77 @@ where
             let some = spoiled.into_iter().reduce(|a, b| a | b).expect("bug in fulgurite: a thread without rows");
             w.when(w.any(some), |w| {
                 prepare[0](w);
-                self.again(w, redo, o, totals);
+                let rows = (redo.rows)(w);
+                self.accumulate(w, redo, &rows, o, &Sums { max: &totals.max, p: None });
                 prepare[1](w);
             });
         });
     }
 
-    fn again<A: RowView<'k>>(&self, w: &Scope<'k, Group>, redo: &Redo<'_, 'k, A>, o: &A, totals: &Totals<'k>) {
-        o.elements().enumerate().for_each(|(i, x)| o.set(i, x.literal(0.0)));
+    /// Computes the tile again from its visible keys: p v in `o`, and the rows' maxima and sums.
+    pub fn recompute<A: RowView<'k>>(&self, w: &Scope<'k, Group>, redo: &Redo<'_, 'k, A>, o: &A) -> Totals<'k> {
         let rows = (redo.rows)(w);
+        let largest: Vec<_> = (0..A::ROWS).map(|_| w.var(FLOOR)).collect();
+        self.each_part(w, redo, |w, part| {
+            for (i, largest) in largest.iter().enumerate() {
+                let (score, seen) = self.score(w, redo, &rows, i, part);
+                let max = largest.get();
+                largest.set(seen.select::<f32>(score.max(max), max));
+            }
+        });
+        let max: Vec<_> = largest.iter().map(|max| A::reduce_row(w, max.get(), |a, b| a.max(b))).collect();
+        let sums: Vec<_> = (0..A::ROWS).map(|_| w.var(0.0f32)).collect();
+        self.accumulate(w, redo, &rows, o, &Sums { max: &max, p: Some(&sums) });
+        let sum = sums.iter().map(|sum| A::reduce_row(w, sum.get(), |a, b| a + b)).collect();
+        Totals { max, sum }
+    }
+
+    /// Computes p v from visible keys.
+    fn accumulate<A: RowView<'k>>(
+        &self,
+        w: &Scope<'k, Group>,
+        redo: &Redo<'_, 'k, A>,
+        rows: &ThreadRows<'k>,
+        o: &A,
+        sums: &Sums<'_, 'k>,
+    ) {
+        o.elements().enumerate().for_each(|(i, x)| o.set(i, x.literal(0.0)));
+        self.each_part(w, redo, |w, part| self.add_keys(w, redo, rows, part, o, sums));
+    }
+
+    /// Calls `f` for each part of the tile's key blocks, with its first key and its block's tag. A part has as many keys as
+    /// lanes share a row: each lane computes the score of one key.
+    fn each_part<A: RowView<'k>>(
+        &self,
+        w: &Scope<'k, Group>,
+        redo: &Redo<'_, 'k, A>,
+        f: impl FnOnce(&Scope<'k, Group>, (Val<'k, u32>, Option<Tag<'k>>)),
+    ) {
         let [first, end] = redo.work.blocks;
         w.each(first, end, 1u32, |w, n| {
             let tag = redo.lists.map(|lists| lists.block(w, redo.work, n, redo.keys));
             let start = tag.map_or(n * redo.cols, |tag| tag.key());
-            // Process as many keys at a time as lanes share a row: each lane computes the score of one key.
-            w.each(0u32, redo.cols, A::LANES, |w, part| self.add_keys(w, redo, &rows, (start + part, tag), o, totals));
+            w.each(0u32, redo.cols, A::LANES, |w, part| f(w, (start + part, tag)));
         });
+    }
+
+    /// The score of the lane's key of a part in the thread's `i`-th row, and whether the row sees the key.
+    fn score<A: RowView<'k>>(
+        &self,
+        w: &Scope<'k, Group>,
+        redo: &Redo<'_, 'k, A>,
+        rows: &ThreadRows<'k>,
+        i: usize,
+        (first, tag): (Val<'k, u32>, Option<Tag<'k>>),
+    ) -> (Val<'k, f32>, Val<'k, bool>) {
+        let key = first + A::lane_in_row(w);
+        let raw = self.dot(w, redo, rows, i, redo.inside(key));
+        let full = tag.map(|tag| tag.full());
+        let number = (key + redo.first).to_i32();
+        let score = redo.modify.one(w, raw, i, number, full);
+        let seen = redo.limits.sees(w, i, key.to_i32(), full) & key.lt(redo.keys);
+        // A score of -inf hides its key.
+        (score, seen & !score.eq(f32::NEG_INFINITY))
     }
 
     fn add_keys<A: RowView<'k>>(
@@ -213,31 +294,26 @@ where
         rows: &ThreadRows<'k>,
         (first, tag): (Val<'k, u32>, Option<Tag<'k>>),
         o: &A,
-        totals: &Totals<'k>,
+        sums: &Sums<'_, 'k>,
     ) {
         let own = A::lane_in_row(w);
-        let key = first + own;
-        let inside = |key: Val<'k, u32>| key.min(redo.keys.max(1) - 1);
         let p: Vec<Val<'k, f32>> = (0..A::ROWS)
             .map(|i| {
-                let raw = self.dot(w, redo, rows, i, inside(key));
-                let full = tag.map(|tag| tag.full());
-                let number = (key + redo.first).to_i32();
-                let score = redo.modify.one(w, raw, i, number, full);
-                let seen = redo.limits.sees(w, i, key.to_i32(), full) & key.lt(redo.keys);
-                // A score of -inf hides its key.
-                let seen = seen & !score.eq(f32::NEG_INFINITY);
-                let power = score.mul_add(redo.scale, -(totals.max[i] * redo.scale));
+                let (score, seen) = self.score(w, redo, rows, i, (first, tag));
+                let power = score.mul_add(redo.scale, -(sums.max[i] * redo.scale));
                 let p = match redo.exp {
                     Exp::Sas { .. } => exp2(redo.exp, Element::ALONE, power),
                     _ => power.exp2(),
                 };
+                if let Some(sums) = sums.p {
+                    sums[i].set(seen.select::<f32>(sums[i].get() + p, sums[i].get()));
+                }
                 seen.select::<f32>(p, HIDDEN)
             })
             .collect();
         for other in 0..A::LANES {
             let p: Vec<_> = p.iter().map(|&p| if other == 0 { p } else { w.exchange(p, other) }).collect();
-            let key = inside(first + (own ^ other));
+            let key = redo.inside(first + (own ^ other));
             let value = self.tensors[2].at(redo, Of::V, key, rows.kv_head);
             let some: Vec<_> = p.iter().map(|p| !p.eq(HIDDEN)).collect();
             let some = some.into_iter().reduce(|a, b| a | b).expect("bug in fulgurite: a thread without rows");
@@ -283,5 +359,116 @@ where
             }
         });
         sum.get()
+    }
+}
+
+/// Words of shared memory that a warpgroup's warps use to agree.
+const WARPS: u32 = 4;
+
+/// The tiles of a CTA to compute again after its last tile: one list for each warpgroup.
+///
+/// A list takes one word of shared memory, the index of its last tile plus 1; 0 means that it is empty. The link to the
+/// tile before it is stored in place of the LSE of the tile's first row, until the tile is computed again: twice that
+/// index plus 1, and 1 more if the LSE is NaN.
+pub struct SpoiledTiles<'k> {
+    last: Shared<'k, u32>,
+    /// For each warp, whether one of its rows needs the second computation.
+    wanted: Shared<'k, u32>,
+}
+
+impl<'k> SpoiledTiles<'k> {
+    /// Allocates the lists of a CTA with `groups` compute warpgroups.
+    pub fn allocate(k: &'k Builder, groups: u32) -> SpoiledTiles<'k> {
+        SpoiledTiles { last: k.shared("spoiled", groups), wanted: k.shared("wanted", WARPS * groups) }
+    }
+}
+
+/// The list of one warpgroup.
+pub struct SpoiledGroup<'a, 'k> {
+    pub tiles: &'a SpoiledTiles<'k>,
+    pub epilogue: &'a Epilogue<'a, 'k>,
+    pub barrier: &'a GroupBarrier,
+    /// Index of the warpgroup.
+    pub group: Val<'k, u32>,
+}
+
+impl<'k> SpoiledGroup<'_, 'k> {
+    /// Empties the list.
+    pub fn start(&self, w: &Scope<'k, Group>) {
+        w.when(w.thread_in_group().eq(0), |w| self.tiles.last.store(w, self.group, 0u32));
+    }
+
+    /// Adds a tile to the list if one of its sums is not finite. The epilogue has written its rows. `index` computes the
+    /// tile's index.
+    pub fn watch<A: RowView<'k>>(
+        &self,
+        w: &Scope<'k, Group>,
+        work: &Work<'k>,
+        o: &A,
+        index: impl FnOnce() -> Val<'k, u32>,
+    ) {
+        // A value that is not finite spoils its column in all rows that are multiplied with it, so the first row of the
+        // warpgroup is enough to find it.
+        w.when_rarely(w.any(not_finite(o, 0)), |w| {
+            let first = self.epilogue.first_row::<A>(work);
+            let lse = self.epilogue.lse_rows_of(work);
+            // Rows past the last one are not stored, and need nothing.
+            let writes = w.thread_in_group().eq(0) & first.lt(lse.room);
+            w.when(writes, |w| {
+                let (at, row) = (self.epilogue.lse.at_wide(lse.start), lse.before + first);
+                let own = at.load(w, row);
+                let link = self.tiles.last.load(w, self.group) * 2 + own.ne(own).select::<u32>(1, 0);
+                at.store(w, row, link.to_f32_bits());
+                self.tiles.last.store(w, self.group, index() + 1);
+            });
+        });
+    }
+
+    /// Takes each tile from the list: finds it by its index, and calls `again` if a row is not NaN. The copy engine has
+    /// stored the rows of all tiles.
+    pub fn each<A: RowView<'k>>(
+        &self,
+        w: &Scope<'k, Group>,
+        find: impl FnOnce(&Scope<'k, Group>, Val<'k, u32>) -> Work<'k>,
+        again: impl FnOnce(&Scope<'k, Group>, &Work<'k>),
+    ) {
+        w.sync_group(self.barrier);
+        let last = w.var(self.tiles.last.load(w, self.group));
+        w.repeat(|w, leave| {
+            leave.when(last.get().eq(0));
+            let work = find(w, last.get() - 1);
+            let first = self.epilogue.first_row::<A>(&work);
+            let lse = self.epilogue.lse_rows_of(&work);
+            let at = self.epilogue.lse.at_wide(lse.start);
+            let link = at.load(w, lse.before + first).to_bits();
+            // The first row's LSE is replaced by the link, which tells whether it was NaN.
+            let own = w.var(0u32);
+            w.when(A::is_first_of_row(w), |w| {
+                for row in (0..A::ROWS).map(|i| A::first_row(w) + A::row_offset(i)) {
+                    w.when((first + row).lt(lse.room), |w| {
+                        let x = at.load(w, lse.before + first + row);
+                        let number = row.eq(0).select::<u32>((link & 1) ^ 1, x.eq(x).select::<u32>(1, 0));
+                        own.set(own.get() | number);
+                    });
+                }
+            });
+            let some = w.any(own.get().ne(0)).select::<u32>(1, 0);
+            let words = self.group * WARPS;
+            w.when(w.lane().eq(0), |w| self.tiles.wanted.store(w, words + w.thread_in_group() / 32, some));
+            w.sync_group(self.barrier);
+            let wanted = (0..WARPS).map(|i| self.tiles.wanted.load(w, words + i)).reduce(|a, b| a | b);
+            let wanted = wanted.expect("bug in fulgurite: a warpgroup without warps");
+            w.choose(
+                wanted.ne(0),
+                |w| again(w, &work),
+                |w| {
+                    let writes = w.thread_in_group().eq(0);
+                    w.when(writes, |w| at.store(w, lse.before + first, f32::NAN));
+                },
+            );
+            last.set(link >> 1);
+            // The next turn overwrites the words of the warps.
+            w.sync_group(self.barrier);
+        });
     }
 }

@@ -88,6 +88,8 @@ pub struct Work<'k> {
     pub blocks: [Val<'k, u32>; 2],
     /// The sequence of a ragged batch.
     pub sequence: Option<Sequence<'k>>,
+    /// Index of the tile, if its message contains it.
+    pub tile: Option<Val<'k, u32>>,
 }
 
 /// The words that a tile's message contains.
@@ -96,19 +98,23 @@ pub struct Shape {
     /// Whether the first key block may differ from 0.
     pub first: bool,
     pub ragged: bool,
+    /// Whether a tile's message contains its index.
+    pub tile: bool,
 }
 
 impl Shape {
     /// Number of words in a message.
     pub fn words(self) -> usize {
-        if self.ragged { (5 + WORDS).next_multiple_of(4) } else { 8 }
+        let sequence = if self.ragged { WORDS } else { 0 };
+        (5 + sequence + usize::from(self.tile)).next_multiple_of(4)
     }
 }
 
 impl<'k> Work<'k> {
-    pub fn message(self) -> Vec<Val<'k, u32>> {
+    pub fn message(self, shape: Shape) -> Vec<Val<'k, u32>> {
         let mut message = vec![self.row, self.head, self.batch, self.blocks[1], self.blocks[0]];
         message.extend(self.sequence.iter().flat_map(|s| s.words()));
+        message.extend(self.tile.filter(|_| shape.tile));
         message
     }
     pub fn read(message: &[Val<'k, u32>], shape: Shape) -> Self {
@@ -117,7 +123,8 @@ impl<'k> Work<'k> {
         };
         let first = if shape.first { first } else { row.literal(0) };
         let sequence = shape.ragged.then(|| Sequence::from_words(std::array::from_fn(|i| rest[i])));
-        Work { row, head, batch, blocks: [first, end], sequence }
+        let tile = shape.tile.then(|| rest[if shape.ragged { WORDS } else { 0 }]);
+        Work { row, head, batch, blocks: [first, end], sequence, tile }
     }
 }
 
@@ -126,6 +133,7 @@ pub struct WorkVars<'k> {
     vars: [Var<'k, u32>; 4],
     first: Option<Var<'k, u32>>,
     sequence: Option<[Var<'k, u32>; WORDS]>,
+    tile: Option<Var<'k, u32>>,
 }
 
 impl<'k> WorkVars<'k> {
@@ -134,6 +142,7 @@ impl<'k> WorkVars<'k> {
             vars: [0; 4].map(|_| w.var(0u32)),
             first: shape.first.then(|| w.var(0u32)),
             sequence: shape.ragged.then(|| [0; WORDS].map(|_| w.var(0u32))),
+            tile: shape.tile.then(|| w.var(0u32)),
         }
     }
     pub fn set(&self, work: Work<'k>) {
@@ -143,12 +152,16 @@ impl<'k> WorkVars<'k> {
         if let (Some(vars), Some(sequence)) = (&self.sequence, work.sequence) {
             vars.iter().zip(sequence.words()).for_each(|(var, x)| var.set(x));
         }
+        if let (Some(var), Some(tile)) = (self.tile, work.tile) {
+            var.set(tile);
+        }
     }
     pub fn get(&self) -> Work<'k> {
         let [row, head, batch, end] = self.vars.map(|var| var.get());
         let first = self.first.map_or(row.literal(0), |var| var.get());
         let sequence = self.sequence.map(|vars| Sequence::from_words(vars.map(|var| var.get())));
-        Work { row, head, batch, blocks: [first, end], sequence }
+        let tile = self.tile.map(|var| var.get());
+        Work { row, head, batch, blocks: [first, end], sequence, tile }
     }
 }
 
@@ -198,6 +211,16 @@ impl<'k> Equal<'k> {
         let [up, across] = count.div_rem(tile - number * self.band.value());
         let [batch, head] = heads.div_rem(number * self.order.value() + across);
         [batch, head, up]
+    }
+
+    /// Index of a tile, from its batch, its head, and its index among the head's tiles in row order.
+    #[track_caller]
+    pub fn index(&self, heads: Val<'k, u32>, [batch, head, number]: [Val<'k, u32>; 3]) -> Val<'k, u32> {
+        let pair = batch * heads + head;
+        let band = self.order.div_rem(pair)[0].min(self.bands);
+        let count = band.lt(self.bands).select(self.order.value(), self.last.value());
+        let across = pair - band * self.order.value();
+        band * self.band.value() + (self.m_tiles - 1 - number) * count + across
     }
 
     /// Number of tiles per head.
@@ -538,3 +561,6 @@ impl<'k> Unequal<'k> {
         Sequence { q_start, q_room, q_len, k_len, k_start, first, seen }
     }
 }
+
+#[cfg(test)]
+mod tests;

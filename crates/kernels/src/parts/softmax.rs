@@ -11,7 +11,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 /// A finite bound below every score. A row that has seen no key subtracts it, which avoids -inf minus -inf.
-const FLOOR: f32 = -1e30;
+pub(crate) const FLOOR: f32 = -1e30;
 
 /// The scores of a block on their way into the softmax.
 pub trait Scores<'k> {

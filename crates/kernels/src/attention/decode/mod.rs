@@ -103,7 +103,7 @@ where
             false => sequences.counting(p, |call| call.common.dense()),
         };
         let modifiers = Parameters::declare(p, &features.modifiers, |call| &call.common.aux);
-        let nonfinite = features.hides_elements().then(|| NonfinitePath::declare(p, |call| call.common.plain()));
+        let nonfinite = features.hides_keys().then(|| NonfinitePath::declare(p, |call| call.common.plain()));
         let partials = Partials::declare(p, features.dims[1], features.sinks, group, counters, |call| &call.partials);
         let (spans, cols) = (Spans::of(&features.mask), config.cols);
         let schedule = Schedule { items, whole, splits, tiles, kv_heads, group, sequences, most_blocks, spans, cols };

@@ -99,7 +99,7 @@ impl<'k> QueryTile<'k> for Item<'k> {
     fn work(&self) -> Work<'k> {
         let Slot { row, head, batch, ours: [first, end], .. } = self.slot;
         let blocks = [self.blocks(first)[0], self.blocks(end - 1)[1]];
-        Work { row, head, batch, blocks, sequence: self.sequence }
+        Work { row, head, batch, blocks, sequence: self.sequence, tile: None }
     }
 }
 

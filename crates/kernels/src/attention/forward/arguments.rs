@@ -60,7 +60,7 @@ impl Facts {
             dense,
             ragged,
             aux: self.aux(tensors)?,
-            plain: self.features.hides_elements().then(|| self.plain(&tensors.rows)),
+            plain: self.features.hides_keys().then(|| self.plain(&tensors.rows)),
         })
     }
 

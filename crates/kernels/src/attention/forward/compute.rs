@@ -10,11 +10,11 @@ use crate::attention::forward::params::OutputMemory;
 use crate::attention::forward::tiling::WarpgroupPart;
 use crate::attention::source::KeySource;
 use crate::parts::epilogue::{CopyEngineOutput, Epilogue, Output};
-use crate::parts::nonfinite::{Redo, ThreadRows};
+use crate::parts::nonfinite::{NonfinitePath, Redo, SpoiledGroup, ThreadRows};
 use crate::parts::results::ResultType;
 use crate::parts::schedule::{Work, WorkVars};
 use crate::parts::softmax::Totals;
-use fulgurite_ptx::{Group, Half, Pair, Scope, Tile, Val, Word};
+use fulgurite_ptx::{Acc, Group, Half, Pair, Scope, Tile, Val, Word};
 
 /// Rows of an accumulator of `wgmma` that a thread holds, counted from its first one.
 const THREAD_ROWS: [u32; 2] = [0, 8];
@@ -34,7 +34,9 @@ where
     /// The tile whose key blocks are being processed.
     now: WorkVars<'k>,
     cursor: Cursor<'k>,
-    epilogue: Epilogue<'a, 'k>,
+    epilogue: &'a Epilogue<'a, 'k>,
+    /// The tiles to compute again after the last one, if they are not computed again at once.
+    spoiled: Option<SpoiledGroup<'a, 'k>>,
     /// Index of the warpgroup's block of rows in the tile.
     own: Val<'k, u32>,
     /// The warpgroup's first column of v and o, if warpgroups share columns.
@@ -106,11 +108,14 @@ where
             scale: core.scoring.scale,
             output,
         };
-        ComputeRole { kernel, core, now, cursor, epilogue, own, first_column }.all_tiles(w);
+        let spoiled = kernel.spoiled.as_ref();
+        let spoiled = spoiled.map(|tiles| SpoiledGroup { tiles, epilogue: &epilogue, barrier: &barrier, group });
+        ComputeRole { kernel, core, now, cursor, epilogue: &epilogue, spoiled, own, first_column }.all_tiles(w);
     }
 
     fn all_tiles(&self, w: &Scope<'k, Group>) {
         let drive = |w: &Scope<'k, Group>| self.kernel.tiling.order.compute(|| self.joined(w), || self.separate(w));
+        self.spoiled.iter().for_each(|spoiled| spoiled.start(w));
         let first = self.next_tile(w);
         self.begin(first);
         match self.kernel.work_shape.ragged {
@@ -119,6 +124,7 @@ where
             false => drive(w),
         }
         w.one_thread_of_group(|t| t.wait_stores(0));
+        self.compute_spoiled_again(w);
     }
 
     /// Overlaps each tile's last p v with the scores of the next tile's first block.
@@ -224,14 +230,43 @@ where
     /// Writes the rows of a tile. Masks and modifiers may already be prepared for the `next` one.
     fn finish(&self, w: &Scope<'k, Group>, work: &Work<'k>, next: Option<&Work<'k>>, totals: Totals<'k>) {
         let o = self.core.o.part(0, self.kernel.tiling.columns);
-        self.redo_nonfinite(w, work, next, &totals);
+        let nonfinite = self.kernel.params.nonfinite.as_ref();
+        if let (Some(nonfinite), None) = (nonfinite, &self.spoiled) {
+            let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| self.set_tile(w, next));
+            self.with_redo(work, |redo| {
+                nonfinite.run(w, redo, &o, &totals, [&|w| self.set_tile(w, work), &back]);
+            });
+        }
         self.epilogue.run::<T>(w, work, &o, totals);
+        if let Some(spoiled) = &self.spoiled {
+            spoiled.watch(w, work, &o, || self.kernel.index_of(work));
+        }
     }
 
-    /// Recomputes a tile without its hidden keys, if they contain infinities or NaN.
-    fn redo_nonfinite(&self, w: &Scope<'k, Group>, work: &Work<'k>, next: Option<&Work<'k>>, totals: &Totals<'k>) {
+    /// Computes the tiles again to whose sums hidden keys brought infinities or NaN.
+    fn compute_spoiled_again(&self, w: &Scope<'k, Group>) {
+        let (Some(nonfinite), Some(spoiled)) = (&self.kernel.params.nonfinite, &self.spoiled) else { return };
+        spoiled.each::<Acc<'k>>(
+            w,
+            |w, index| self.kernel.find_tile(w, index),
+            |w, work| self.compute_again(w, nonfinite, work),
+        );
+    }
+
+    /// Computes a tile again from its visible keys, and writes its rows.
+    fn compute_again(&self, w: &Scope<'k, Group>, nonfinite: &NonfinitePath<'k, T>, work: &Work<'k>) {
+        let o = self.core.o.part(0, self.kernel.tiling.columns);
+        self.set_tile(w, work);
+        self.with_redo(work, |redo| {
+            let totals = nonfinite.recompute(w, redo, &o);
+            self.epilogue.run::<T>(w, work, &o, totals);
+        });
+        w.one_thread_of_group(|t| t.wait_stores(0));
+    }
+
+    /// Calls `f` with what a second computation of the tile needs.
+    fn with_redo(&self, work: &Work<'k>, f: impl FnOnce(&Redo<'_, 'k>)) {
         let params = &self.kernel.params;
-        let Some(nonfinite) = &params.nonfinite else { return };
         let rows = |w: &Scope<'k, Group>| {
             // Rows past the last one repeat the last one.
             let all = params.sequences.q_rows(work.sequence);
@@ -257,8 +292,6 @@ where
             exp: self.kernel.features.exp,
             scale: self.core.scoring.scale,
         };
-        let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| self.set_tile(w, next));
-        let o = self.core.o.part(0, self.kernel.tiling.columns);
-        nonfinite.run(w, &redo, &o, totals, [&|w| self.set_tile(w, work), &back]);
+        f(&redo);
     }
 }

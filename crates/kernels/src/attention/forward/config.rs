@@ -116,7 +116,7 @@ impl ForwardConfig {
             }
             129.. if features.blocks.is_some() => ForwardConfig { cols: 32, ..self },
             ..=64 if loads => {
-                let cols = if features.modifiers.mask.is_some() { 64 } else { 112 };
+                let cols = if features.modifiers.mask.is_some() { 64 } else { 96 };
                 ForwardConfig { groups: 2, cols, registers: [232, 40], ..self }
             }
             65..=128 if loads => ForwardConfig { cols: 80.min(self.cols), ..self },

@@ -6,14 +6,16 @@ use crate::attention::forward::config::{End, ForwardConfig};
 use crate::attention::forward::features::Features;
 use crate::attention::forward::load::{LoadParams, Loading};
 use crate::attention::forward::params::ForwardParams;
+use crate::attention::forward::tiles::TileParams;
 use crate::attention::forward::tiling::Tiling;
 use crate::attention::source::{Interval, KeyBlockParams, KeySource, Nearest};
 use crate::params::Params;
 use crate::parts::mask::Spans;
+use crate::parts::nonfinite::SpoiledTiles;
 use crate::parts::row_sums::Added;
-use crate::parts::schedule::Shape;
+use crate::parts::schedule::{Shape, Work};
 use fulgurite_core::Exp;
-use fulgurite_ptx::{Half, Mailbox, Pair, Tile, TileShape, Word};
+use fulgurite_ptx::{Group, Half, Mailbox, Pair, Scope, Tile, TileShape, Val, Word};
 
 /// The configuration that the kernel actually gets, and the tiling.
 pub(super) fn tiled(features: &Features, config: ForwardConfig) -> (ForwardConfig, Tiling) {
@@ -47,6 +49,8 @@ pub(super) struct ForwardKernel<'a, 'k, T> {
     /// Tiles that the loading thread announces to the compute role.
     pub tickets: Mailbox<'k>,
     pub work_shape: Shape,
+    /// The tiles to compute again after the last one, if they are not computed again at once.
+    pub spoiled: Option<SpoiledTiles<'k>>,
 }
 
 impl<'a, 'k, T: Half> ForwardKernel<'a, 'k, T>
@@ -71,11 +75,16 @@ where
         let buffers = if features.results.is_f32() { 0 } else { buffers };
         let staging = (0..buffers).map(|_| k.tile("o", shape(config.rows(), part))).collect();
         let first = spans.bounded_left() && params.lists.is_none();
-        let work_shape = Shape { first, ragged: features.ragged.any() };
+        // The other kernels have registers to compute a tile again at once.
+        let later = params.nonfinite.is_some() && !features.wide() && !features.results.is_f32();
+        let spoiled = later.then(|| SpoiledTiles::allocate(k, config.groups));
+        // The index of a tile of equal sequences follows from its position.
+        let ragged = features.ragged.any();
+        let work_shape = Shape { first, ragged, tile: later && ragged };
         let ones = (config.added == Added::ByColumn).then(|| k.tile("ones", shape(config.cols, dv)));
         let tickets = k.mailbox("tiles", 2, work_shape.words());
         let rings = Rings { queries, keys, values };
-        ForwardKernel { features, config, tiling, spans, params, rings, staging, ones, tickets, work_shape }
+        ForwardKernel { features, config, tiling, spans, params, rings, staging, ones, tickets, work_shape, spoiled }
     }
 
     /// The source of the kernel's keys.
@@ -85,6 +94,28 @@ where
         match lists.is_none() && starts_nearest(self.features, spans) {
             true => Box::new(Nearest { interval: Interval { spans, sequences, cols }, rows: self.tiling.rows }),
             false => KeyBlockParams { spans, sequences, lists, cols }.source(),
+        }
+    }
+
+    /// Finds a tile by its index. A ragged batch is walked from its start, which is slow.
+    pub fn find_tile(&self, w: &Scope<'k, Group>, index: Val<'k, u32>) -> Work<'k> {
+        let params = &self.params;
+        let (spans, sequences, lists) = (&self.spans, &params.sequences, params.lists.as_ref());
+        let source = KeyBlockParams { spans, sequences, lists, cols: self.config.cols }.blocks::<Group>();
+        let tiles = TileParams { sequences, bands: params.bands.as_ref(), heads: params.heads };
+        let tiles = tiles.tiles::<Group>(w, self.tiling.rows, (!source.tagged()).then_some(spans));
+        tiles.seek(w, index);
+        tiles.find(w, index).work(w, self.tiling.rows, &*source)
+    }
+
+    /// The index of a tile, the inverse of [`find_tile`](Self::find_tile).
+    pub fn index_of(&self, work: &Work<'k>) -> Val<'k, u32> {
+        match (work.tile, &self.params.bands) {
+            (Some(tile), _) => tile,
+            (None, Some(bands)) => {
+                bands.index(self.params.heads.value(), [work.batch, work.head, work.row / self.tiling.rows])
+            }
+            (None, None) => unreachable!("bug in fulgurite: a tile without its index"),
         }
     }
 

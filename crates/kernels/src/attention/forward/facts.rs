@@ -84,6 +84,7 @@ impl Facts {
             blocks: lists.map(|spec| Blocks { rows: spec.rows as u32, cols: spec.cols as u32 }),
             exp: problem.exp(),
             results: ResultType::Input,
+            one_query: problem.max_q_len() <= 1,
         };
         let config = base.config(&features, lists);
         let config = config.with_rescale(policy(number, rescale.unwrap_or(config.rescale())));

@@ -26,6 +26,8 @@ pub struct Features {
     pub exp: Exp,
     /// The element type of o, and whether it is merged with a given one.
     pub results: ResultType,
+    /// Whether no sequence has more than one query.
+    pub one_query: bool,
 }
 
 /// Columns of o that the registers of a warpgroup can hold.
@@ -37,9 +39,11 @@ impl Features {
         self.dims.iter().any(|d| *d > COLUMNS)
     }
 
-    /// Whether some keys are hidden element by element, not only by intervals.
-    pub fn hides_elements(&self) -> bool {
-        self.modifiers.mask.is_some() || self.blocks.is_some()
+    /// Whether a tile may contain keys that some of its queries do not see. The interval of a single query is all that
+    /// its tile loads.
+    pub fn hides_keys(&self) -> bool {
+        let intervals = !self.mask.spans().is_empty() && !self.one_query;
+        intervals || self.modifiers.mask.is_some() || self.modifiers.hides_by_score() || self.blocks.is_some()
     }
 
     /// Features of equal sequences under a mask of intervals, and nothing else.
@@ -53,6 +57,7 @@ impl Features {
             blocks: None,
             exp: Exp::Auto,
             results: ResultType::Input,
+            one_query: false,
         }
     }
 }

@@ -6,9 +6,9 @@
 use crate::attention::compute::Rings;
 use crate::attention::forward::order::TileLoader;
 use crate::attention::forward::params::ForwardParams;
-use crate::attention::forward::tiles::{FoundTile, TileParams, Tiles};
+use crate::attention::forward::tiles::{TileParams, Tiles};
 use crate::attention::forward::tiling::Tiling;
-use crate::attention::source::{KeyBlock, KeySource, TileQueries};
+use crate::attention::source::{KeyBlock, KeySource};
 use crate::parts::block_lists::Tag;
 use crate::parts::mask::Spans;
 use crate::parts::schedule::{Equal, Of, Shape, Work, WorkVars};
@@ -171,19 +171,14 @@ impl<'a, 'k> Load<'a, 'k> {
 
     /// A tile and its key blocks.
     fn find(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> Work<'k> {
-        let FoundTile { batch, head, number, sequence, lengths, q_len } = self.tiles.find(t, tile);
-        let rows = self.kernel.tiling.rows;
-        let row = number * rows;
-        let zero = row.literal(0);
-        let work = Work { row, head, batch, blocks: [zero, zero], sequence };
-        Work { blocks: self.source.blocks(t, &work, &TileQueries { rows, q_len, lengths }), ..work }
+        self.tiles.find(t, tile).work(t, self.kernel.tiling.rows, self.source)
     }
 
     /// Announces a tile to the compute role.
     fn begin(&self, t: &Scope<'k, Thread>, work: Work<'k>) {
         self.now.set(work);
         self.kv_head.set(self.kernel.params.group.div_rem(work.head)[0]);
-        self.kernel.tickets.put(t, &work.message());
+        self.kernel.tickets.put(t, &work.message(self.kernel.work_shape));
         self.n.set(work.blocks[1] - 1);
     }
 

@@ -79,7 +79,7 @@ where
         let lists = features.blocks.map(|blocks| Lists::declare(p, blocks, cols, |call| call.lists()));
         let modifiers = Parameters::declare(p, &features.modifiers, |call| &call.common.aux);
         let sinks = features.sinks.map(|dtype| Sinks::declare(p, dtype, |call| call.results.sinks()));
-        let nonfinite = features.hides_elements().then(|| NonfinitePath::declare(p, |call| call.common.plain()));
+        let nonfinite = features.hides_keys().then(|| NonfinitePath::declare(p, |call| call.common.plain()));
         let sequences = match features.modifiers.is_empty() {
             true => sequences,
             false => sequences.counting(p, |call| call.common.dense()),

@@ -1,12 +1,14 @@
 //! The tile scheduler of the forward kernel: maps tickets to query tiles.
 
+use crate::attention::source::{KeyBlocks, TileQueries};
 use crate::parts::mask::{Lengths, Spans};
-use crate::parts::schedule::{Equal, RaggedTile, Sequence, Unequal, Walk};
+use crate::parts::schedule::{Equal, RaggedTile, Sequence, Unequal, Walk, Work};
 use crate::parts::sequences::{Dense, Sequences};
 use fulgurite_ptx::{Divisor, Scope, Val, Who};
 
 /// A tile of queries, found by its index.
 pub(super) struct FoundTile<'k> {
+    pub index: Val<'k, u32>,
     pub batch: Val<'k, u32>,
     pub head: Val<'k, u32>,
     /// Index among the head's tiles, in row order.
@@ -16,6 +18,17 @@ pub(super) struct FoundTile<'k> {
     pub lengths: Lengths<'k>,
     /// Queries of the sequence; at least one in a ragged batch.
     pub q_len: Val<'k, u32>,
+}
+
+impl<'k> FoundTile<'k> {
+    /// The tile of `rows` queries and its key blocks.
+    pub fn work<W: Who>(self, t: &Scope<'k, W>, rows: u32, source: &(impl KeyBlocks<'k, W> + ?Sized)) -> Work<'k> {
+        let FoundTile { index, batch, head, number, sequence, lengths, q_len } = self;
+        let row = number * rows;
+        let zero = row.literal(0);
+        let work = Work { row, head, batch, blocks: [zero, zero], sequence, tile: Some(index) };
+        Work { blocks: source.blocks(t, &work, &TileQueries { rows, q_len, lengths }), ..work }
+    }
 }
 
 /// The tiles of a batch, ordered by index and found by threads `W`.
@@ -80,7 +93,7 @@ impl<'k, W: Who> Tiles<'k, W> for DenseTiles<'_, 'k> {
     fn find(&self, _: &Scope<'k, W>, tile: Val<'k, u32>) -> FoundTile<'k> {
         let [batch, head, number] = self.bands.find(self.heads, tile);
         let Dense { q_len, lengths, .. } = *self.dense;
-        FoundTile { batch, head, number, sequence: None, lengths, q_len }
+        FoundTile { index: tile, batch, head, number, sequence: None, lengths, q_len }
     }
 
     fn total(&self) -> Option<Val<'k, u32>> {
@@ -118,7 +131,7 @@ impl<'k, W: Who> Tiles<'k, W> for RaggedTiles<'_, 'k> {
         let lengths = sequence.lengths();
         // Rows past the last query in use are computed as copies of that query.
         let q_len = sequence.q_len.max(1);
-        FoundTile { batch, head, number, sequence: Some(sequence), lengths, q_len }
+        FoundTile { index: tile, batch, head, number, sequence: Some(sequence), lengths, q_len }
     }
 
     fn total(&self) -> Option<Val<'k, u32>> {

@@ -76,6 +76,24 @@ impl Modifiers {
         self.score.iter().chain(&self.mask).any(moves)
     }
 
+    /// Whether the modified score may be -inf, which hides its key: by a constant, by a value of a tensor, or by an
+    /// operation that makes infinities of finite numbers.
+    pub fn hides_by_score(&self) -> bool {
+        let hides = |program: &Program| {
+            let analysed = Analysed::new(program, false, self);
+            let steps = program.steps();
+            let float = |i: usize| program.types()[i] == Type::Float;
+            steps.iter().enumerate().any(|(i, step)| match step {
+                Step::Float(x) => !f32::from_bits(*x).is_finite(),
+                Step::Load(..) => float(i) && analysed.reads[i].moves(),
+                Step::Unary(Unary::Log | Unary::Exp, _) => true,
+                Step::Binary(Binary::Div, _, by) => float(i) && !matches!(steps[*by], Step::Float(_) | Step::Int(_)),
+                _ => false,
+            })
+        };
+        self.score.as_ref().is_some_and(hides)
+    }
+
     /// Whether the score depends on the distance of query and key, as with ALiBi.
     pub fn reads_distance(&self) -> bool {
         let distance = |program: &Program| {

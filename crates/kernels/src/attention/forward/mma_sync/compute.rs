@@ -7,9 +7,9 @@ use crate::attention::forward::features::Features;
 use crate::attention::forward::mma_sync::config::SyncConfig;
 use crate::attention::forward::mma_sync::output::ThreadOutput;
 use crate::attention::forward::mma_sync::params::SyncParams;
-use crate::attention::forward::tiles::{FoundTile, TileParams};
+use crate::attention::forward::tiles::TileParams;
 use crate::attention::scoring::{Scoring, ScoringInputs, Section};
-use crate::attention::source::{KeyBlock, KeyBlockParams, KeyBlocks, TileQueries};
+use crate::attention::source::{KeyBlock, KeyBlockParams, KeyBlocks};
 use crate::params::Params;
 use crate::parts::epilogue::Epilogue;
 use crate::parts::mask::{Block, Spans};
@@ -81,12 +81,7 @@ where
         let tiles = tiles.tiles(w, self.config.rows(), spans);
         let some = tiles.seek(w, w.cta());
         w.when(some, |w| {
-            let FoundTile { batch, head, number, sequence, lengths, q_len } = tiles.find(w, w.cta());
-            let rows = self.config.rows();
-            let row = number * rows;
-            let zero = row.literal(0);
-            let work = Work { row, head, batch, blocks: [zero, zero], sequence };
-            let work = Work { blocks: source.blocks(w, &work, &TileQueries { rows, q_len, lengths }), ..work };
+            let work = tiles.find(w, w.cta()).work(w, self.config.rows(), &*source);
             SyncTile::new(w, self, &*source, work).run(w);
         });
     }

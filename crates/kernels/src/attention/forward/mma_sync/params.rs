@@ -92,7 +92,7 @@ where
             lists: features.blocks.map(|blocks| Lists::declare(p, blocks, config.cols, |call| call.lists())),
             modifiers: Parameters::declare(p, &features.modifiers, |call| &call.common.aux),
             sinks: features.sinks.map(|dtype| Sinks::declare(p, dtype, |call| call.results.sinks())),
-            nonfinite: features.hides_elements().then(|| NonfinitePath::declare(p, |call| call.common.plain())),
+            nonfinite: features.hides_keys().then(|| NonfinitePath::declare(p, |call| call.common.plain())),
         }
     }
 }

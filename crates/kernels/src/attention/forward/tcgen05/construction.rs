@@ -62,7 +62,7 @@ where
         let values = k.pipe("v", config.depth, &[shape(config.cols, dv)]);
         let staging = k.tile("o", shape(config.rows(), config.part(dv)));
         let first = spans.bounded_left() && params.lists.is_none();
-        let work_shape = Shape { first, ragged: features.ragged.any() };
+        let work_shape = Shape { tile: false, first, ragged: features.ragged.any() };
         let tickets = k.mailbox("tiles", 2, work_shape.words());
         let parts = config.parts().len() as u32;
         let scores = k.tensor_ring_in_parts("scores", config.groups, config.cols, parts);
