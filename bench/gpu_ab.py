@@ -1,11 +1,11 @@
 """Two builds of the package side by side on one GPU: no call may become slower.
 
-    python bench/gpu_ab.py OLD_FOLDER NEW_FOLDER [--rounds N] [--passes N] [--json FILE]
+    python bench/gpu_ab.py OLD_FOLDER NEW_FOLDER [--rounds N] [--passes N] [--cells WORD ...] [--json FILE]
 
 Each folder holds a whole package (Python files and extension) under the name that it is imported by, so the two names
 differ: `cp -r python/fulgurite before`, and its `_torch_ops.py` registers operators under another name. Both are loaded
 into one process and alternate. Every pass walks the whole grid, so that a slow second of the machine does not fall on one
-cell. A ratio is the median time of the old build over all passes, divided by that of the new one: above 1 the new one is
+cell. `--cells` keeps the cells whose names contain all words. A ratio is the median time of the old build over all passes, divided by that of the new one: above 1 the new one is
 faster.
 """
 
@@ -51,6 +51,9 @@ def cells():
                 yield f"forward d{dim} {n} {'causal' if causal else 'full'}", forward, shape, {"causal": causal}
                 if n <= 8192 or dim == 128:
                     yield f"backward d{dim} {n} {'causal' if causal else 'full'}", backward, shape, {"causal": causal}
+        for n in (1024, 4096):
+            shape = (TOKENS // n, n, WIDTH // dim, dim)
+            yield f"forward d{dim} {n} window 256", forward, shape, {"window": (256, 0)}
     for batch in (1, 32):
         for keys in (8192, 65536):
             for queries in (1, 4, 16):
@@ -105,6 +108,7 @@ def main():
     parser.add_argument("new", type=Path)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--cells", nargs="+", default=[], metavar="WORD")
     parser.add_argument("--json")
     options = parser.parse_args()
     packages = {}
@@ -117,6 +121,8 @@ def main():
     times = {}
     for _ in range(options.passes):
         for name, make, shape, keywords in cells():
+            if not all(word in name for word in options.cells):
+                continue
             q, k, v = tensors(*shape)
             calls = {side: make(package, q, k, v, **keywords) for side, package in packages.items()}
             of_cell = times.setdefault(name, {side: [] for side in packages})
