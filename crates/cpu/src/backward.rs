@@ -400,6 +400,7 @@ impl CallData<'_> {
             scale: if self.goes_through() { 1.0 } else { self.cx.problem.scale() },
             derivative: (self.cx.has_derivative() && !self.goes_through()).then_some(derivative),
             exp: self.cx.exp,
+            least: self.cx.least(),
         }
     }
 

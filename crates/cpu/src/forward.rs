@@ -507,6 +507,10 @@ pub(crate) fn fold(
     if stats.rescaled > 0 && !cx.unit.rescales() {
         cx.kernels.scale_lanes(queries.o, &alpha[..stride]);
     }
+    // Distances leave most blocks without weight; finite values times zero add nothing.
+    if cx.is_modified() && v.finite && stats.idle as usize == stride && stats.rescaled == 0 {
+        return;
+    }
     cx.round_weights(step, stride, s);
     if let Some(seen) = seen {
         // The cold path: some values are not finite, and some lanes do not see them.
@@ -554,6 +558,7 @@ pub(crate) fn softmax(
         l: &mut queries.l,
         alpha: &mut alpha,
         exp: cx.exp,
+        least: cx.least(),
         policy,
         scale: cx.score_scale(),
     };
