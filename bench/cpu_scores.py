@@ -5,17 +5,21 @@
 Each case alternates with plain attention and with `torch.nn.functional.scaled_dot_product_attention` given the same mask or
 bias (for a modifier, the bias it amounts to; softcap has no such form and no column). The figures are ratios of medians within
 one run: `cost` is ours over our plain attention (lower is better), `torch` is SDPA's time over ours (above 1 means that we
-are faster). With `--backward`, a call is forward and backward.
+are faster). With `--backward`, a call is forward and backward; `--only 'ALiBi|H,S,S'` chooses cases.
 """
 
 import argparse
 import pathlib
+import re
+import sys
 
 import torch
 import torch.nn.functional as F
 
-import fulgurite
-from race import Contender, race
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent.parent / "python")]
+
+import fulgurite  # noqa: E402
+from race import Contender, race  # noqa: E402
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
@@ -76,6 +80,8 @@ def compare(args, dtype, tokens, dim, backward):
     print(f"{'':24}{'ms':>9}{'cost':>8}{'torch':>8}")
     plain = own({})
     for name, options, mask in cases(batch, args.heads, tokens, DTYPES[dtype]):
+        if not args.only.search(name):
+            continue
         calls = [Contender("plain", plain), Contender("ours", own(options))]
         if mask is not None:
             calls.append(Contender("torch", sdpa(None if isinstance(mask, str) else mask)))
@@ -93,6 +99,7 @@ def main():
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="per case")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="cases by name")
     parser.add_argument("--backward", action="store_true", help="forward and backward, after forward alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

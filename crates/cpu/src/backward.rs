@@ -326,9 +326,13 @@ impl CallData<'_> {
         let cx = self.cx;
         let (stride, width) = (stats.lanes.stride, cx.kernels.lanes);
         let (d, dv) = (cx.d_pad, cx.dv_pad);
-        let products = Products { step, stride, ahead: &mut Ahead::default() };
+        let (mut ahead, modified) = (Ahead::default(), cx.is_modified());
+        if modified {
+            let lanes = (&stats.tile, &stats.lanes);
+            cx.ask_modifier(&mut workspace.modifier, lanes, (step, start), &mut ahead);
+        }
+        let products = Products { step, stride, ahead: &mut ahead };
         cx.unit.scores(cx, products, k, workspace.q_packed, workspace.s);
-        let modified = cx.is_modified();
         if !modified {
             cx.scale_scores(step, stride, workspace.s);
         }
@@ -400,6 +404,7 @@ impl CallData<'_> {
             scale: if self.goes_through() { 1.0 } else { self.cx.problem.scale() },
             derivative: (self.cx.has_derivative() && !self.goes_through()).then_some(derivative),
             exp: self.cx.exp,
+            least: self.cx.least(),
         }
     }
 

@@ -382,6 +382,7 @@ impl Head<'_> {
                 l: &mut self.l,
                 alpha: &mut alpha,
                 exp: cx.exp,
+                least: cx.least(),
                 policy: Policy::Raise(tau(rescale)),
                 scale: 1.0,
             },

@@ -21,8 +21,11 @@ use std::sync::Mutex;
 /// cache with their O.
 const ITEM_ELEMENTS: usize = 128 * 1024;
 
+/// Largest number of queries of an item whose modifier reads an element for each key and query.
+const FAR_ROWS: usize = 1024;
+
 /// Rows of a product that are computed together, about: after them it asks for memory.
-const PRODUCT_ROWS: usize = 6;
+pub(crate) const PRODUCT_ROWS: usize = 6;
 
 pub(crate) struct RunOptions {
     pub rescale: Rescale,
@@ -75,7 +78,9 @@ pub(crate) struct Item {
 
 /// Largest number of tiles per item.
 pub(crate) fn items_of(cx: &Context<'_>) -> usize {
-    (ITEM_ELEMENTS / (cx.kernels.tile * cx.d.max(cx.dv))).clamp(1, 32)
+    // Every row of a bias is a page of its own, or more. A thousand pages stay in the translation buffers.
+    let most = if cx.reads_far_rows() { (FAR_ROWS / cx.kernels.tile).clamp(1, 32) } else { 32 };
+    (ITEM_ELEMENTS / (cx.kernels.tile * cx.d.max(cx.dv))).clamp(1, most)
 }
 
 pub(crate) fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
@@ -220,7 +225,7 @@ fn walk(
         if cx.slopes() && matches!(passes, [Policy::Trust(_)]) {
             let (scratch, ahead, counters) = (&mut scratch, &mut ahead, &mut counters);
             let state = &mut State { s: &mut *s, scratch, ahead, counters, modifier: &mut modifier };
-            look_near(cx, item.kv_head, &mut walk, &mut buffers[0], state);
+            look_near(cx, item.kv_head, &mut walk, &mut *buffers[0][0], state);
         }
         for &policy in passes {
             for start in (0..last).step_by(span * block_keys) {
@@ -287,7 +292,7 @@ fn look_near(
     cx: &Context<'_>,
     kv_head: usize,
     walk: &mut [QueryTile<'_>],
-    [k, v]: &mut [&mut [f32]; 2],
+    buffer: &mut [f32],
     state: &mut State<'_, '_, '_>,
 ) {
     let block = cx.unit.block(cx);
@@ -300,13 +305,16 @@ fn look_near(
         if !(first..last).contains(&middle) || cx.problem.blocks().is_some() {
             continue;
         }
-        let start = middle / block * block;
-        let own = start..(start + block).min(sequence.k_len);
+        let own = middle / block * block..(middle / block * block + block).min(sequence.k_len);
         let keys = place(range.start).clamp(own.start, own.end)..place(range.end).clamp(own.start, own.end);
+        // Units pack keys in groups of up to 64.
+        let start = keys.start / 64 * 64;
         let piece = Piece { keys, masked: true };
         if let Some(step) = cx.step(&queries.tile, &queries.lanes, &piece, start) {
-            let rows = cx.unit.block_of(cx, &Keys { sequence, head: kv_head, range: own }, [&mut **k, &mut **v]);
-            fold(cx, queries, &step, start, rows, Policy::MaxOnly, state);
+            let own = Keys { sequence, head: kv_head, range: start..piece.keys.end };
+            let k = cx.unit.keys_of(cx, &own, &mut *buffer);
+            // Nothing reads the values.
+            fold(cx, queries, &step, start, [k, k], Policy::MaxOnly, state);
         }
     }
 }
@@ -507,6 +515,10 @@ pub(crate) fn fold(
     if stats.rescaled > 0 && !cx.unit.rescales() {
         cx.kernels.scale_lanes(queries.o, &alpha[..stride]);
     }
+    // Distances leave most blocks without weight; finite values times zero add nothing.
+    if cx.is_modified() && v.finite && stats.idle as usize == stride && stats.rescaled == 0 {
+        return;
+    }
     cx.round_weights(step, stride, s);
     if let Some(seen) = seen {
         // The cold path: some values are not finite, and some lanes do not see them.
@@ -526,6 +538,9 @@ pub(crate) fn scores(
     modifier: &mut Modifier<'_>,
 ) {
     let stride = queries.lanes.stride;
+    if cx.is_modified() {
+        cx.ask_modifier(modifier, (&queries.tile, &queries.lanes), (step, start), ahead);
+    }
     cx.unit.scores(cx, Products { step, stride, ahead }, k, queries.q, s);
     if step.rest || cx.is_modified() {
         cx.modify(modifier, (&queries.tile, &queries.lanes), (step, start), s, None);
@@ -554,6 +569,7 @@ pub(crate) fn softmax(
         l: &mut queries.l,
         alpha: &mut alpha,
         exp: cx.exp,
+        least: cx.least(),
         policy,
         scale: cx.score_scale(),
     };

@@ -308,11 +308,13 @@ impl Unit for Int8Unit {
             self.kernels.coding.turn_rows(&rows[own], self.d, to);
         }
     }
-    fn block_of<'b>(&'b self, _: &Context<'b>, keys: &Keys<'_>, _: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
-        let (own, first) = (self.panels(keys), keys.range.start);
-        let k = &own.k[first / GROUP * self.key_pitch()..];
-        let v = &own.v[first / self.block * self.value_pitch()..][..self.value_pitch()];
-        [k, v].map(|x| KeyRows { rows: Matrix::new(x, 0), finite: true })
+    fn keys_of<'b>(&'b self, _: &Context<'b>, keys: &Keys<'_>, _: &'b mut [f32]) -> KeyRows<'b> {
+        let k = &self.panels(keys).k[keys.range.start / GROUP * self.key_pitch()..];
+        KeyRows { rows: Matrix::new(k, 0), finite: true }
+    }
+    fn values_of<'b>(&'b self, _: &Context<'b>, keys: &Keys<'_>, _: &'b mut [f32]) -> KeyRows<'b> {
+        let v = &self.panels(keys).v[keys.range.start / self.block * self.value_pitch()..][..self.value_pitch()];
+        KeyRows { rows: Matrix::new(v, 0), finite: true }
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, .. } = products;

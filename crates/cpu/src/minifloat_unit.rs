@@ -195,12 +195,14 @@ impl Unit for Expanded<'_> {
         let from = QueryRows { data: values.data(), starts, rows: tile.rows, row: Some(n) };
         self.inner.queries_from(cx, &from, stride, rows, out);
     }
-    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
-        let room = self.inner.buffer_sizes(cx);
-        let (k, k_space) = k.split_at_mut(self.inner.block(cx) * room.key);
-        let (v, v_space) = v.split_at_mut(Arena::room(room.values));
-        let (k_rows, v_rows) = (self.key_rows(cx, keys, k_space), self.value_rows(cx, keys, v_space));
-        [self.inner.keys_from(cx, k_rows, k), self.inner.values_from(cx, v_rows, &mut v[..room.values])]
+    fn keys_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        let (k, space) = buffer.split_at_mut(self.inner.block(cx) * self.inner.buffer_sizes(cx).key);
+        self.inner.keys_from(cx, self.key_rows(cx, keys, space), k)
+    }
+    fn values_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        let values = self.inner.buffer_sizes(cx).values;
+        let (v, space) = buffer.split_at_mut(Arena::room(values));
+        self.inner.values_from(cx, self.value_rows(cx, keys, space), &mut v[..values])
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         self.inner.scores(cx, products, k, q, s);

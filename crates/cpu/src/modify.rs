@@ -4,8 +4,9 @@
 //! blocks a tile skips, which it takes as if there were no mask, and which scores of the others are hidden.
 
 use crate::evaluate::{Evaluator, KEYS, LaneEnv, TileProgram};
+use crate::forward::PRODUCT_ROWS;
 use crate::pool;
-use crate::simd::{STRIP_LANES, Square};
+use crate::simd::{Ahead, STRIP_LANES, Square};
 use crate::step::Step;
 use crate::tiles::{Context, Lanes, MAX_LANES, Tile};
 use fulgurite_core::expr::{Coverage, Domain, Program, Var};
@@ -173,6 +174,11 @@ impl Context<'_> {
         self.expressions.score.as_ref().is_some_and(TileProgram::slopes)
     }
 
+    /// Whether the modifiers read an element of a tensor for each key and lane.
+    pub fn reads_far_rows(&self) -> bool {
+        self.expressions.score.as_ref().is_some_and(TileProgram::reads_cells)
+    }
+
     /// Whether the derivative of the modifiers is not 1 everywhere.
     pub fn has_derivative(&self) -> bool {
         self.expressions.derivative.is_some()
@@ -183,6 +189,21 @@ impl Context<'_> {
         let s = &self.bound.sequences()[tile.sequence];
         let (q, head) = (&lanes.q[range.clone()], &lanes.head[range]);
         LaneEnv { batch: s.batch, q_len: s.q_len, k_len: s.k_len, q, head }
+    }
+
+    /// Has the product of a step's scores ask for what their modifiers read.
+    pub fn ask_modifier(
+        &self,
+        modifier: &mut Modifier<'_>,
+        (tile, lanes): (&Tile, &Lanes),
+        (step, origin): (&Step, usize),
+        ahead: &mut Ahead,
+    ) {
+        modifier.prepare(self, tile, lanes, 0..lanes.stride);
+        let keys = step.hull();
+        if let Some(score) = &mut modifier.score {
+            score.ask(origin + keys.start..origin + keys.end, ahead, keys.len() / PRODUCT_ROWS);
+        }
     }
 
     /// Applies the score modifiers, then hides what the rest of the mask hides (as -inf). Writes the derivative of the

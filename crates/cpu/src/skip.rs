@@ -455,6 +455,7 @@ impl<'w> Walker<'w> {
                         l: &mut l,
                         alpha: &mut alpha,
                         exp: cx.exp,
+                        least: cx.least(),
                         policy: Policy::MaxOnly,
                         scale: cx.score_scale(),
                     },

@@ -7,7 +7,7 @@
 //! neighbours, so skipping invisible parts changes no bits.
 
 use crate::modify::{Expressions, HullForm};
-use crate::simd::{Ahead, ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
+use crate::simd::{Ahead, ExpKind, GROUP, Kernels, LEAST, MAX_VECTORS, Matrix, Source};
 use crate::step::Step;
 use crate::unit::{Packer, QueryRows, Unit, Vectors};
 use fulgurite_core::expr::Coverage;
@@ -92,6 +92,12 @@ impl<'a> Context<'a> {
     /// Whether expressions read scores, which are in natural units afterwards.
     pub fn is_modified(&self) -> bool {
         self.problem.score_program().is_some()
+    }
+
+    /// Weights of fewer powers of two may be 0. Biases by distance make many weights so small that their products with
+    /// values are subnormal, which takes a microcode assist each; values above 2^-30 leave none.
+    pub fn least(&self) -> f32 {
+        if self.is_modified() { -96.0 } else { LEAST }
     }
 
     /// Whether expressions change scores: they read or hide them.

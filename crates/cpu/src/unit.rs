@@ -89,8 +89,14 @@ pub(crate) trait Unit: Sync {
     fn score_scale(&self, cx: &Context<'_>) -> f32;
     /// Packs the queries of a tile; `rows` is scratch for one tile.
     fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]);
-    /// Packs a block of keys and values into buffers of the sizes in [`BufferSizes`].
-    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffers: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2];
+    /// Packs keys of a block into a buffer of the size in [`BufferSizes`].
+    fn keys_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    /// Packs the values of a block, alike.
+    fn values_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    /// Packs both.
+    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
+        [self.keys_of(cx, keys, k), self.values_of(cx, keys, v)]
+    }
     /// Computes S = K Q^T in the parts that the step needs.
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
     /// Number of blocks that are packed together, so that a tile takes several in a row.
@@ -183,8 +189,11 @@ impl Unit for Vectors {
     fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
         self.queries_from(cx, &QueryRows::of(cx, tile), stride, rows, out);
     }
-    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
-        [self.keys(cx, keys, k), self.values(cx, keys, v)]
+    fn keys_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.keys(cx, keys, buffer)
+    }
+    fn values_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.values(cx, keys, buffer)
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;
@@ -286,8 +295,11 @@ impl Unit for MatrixKernels {
     fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
         self.queries_from(cx, &QueryRows::of(cx, tile), stride, rows, out);
     }
-    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
-        [self.keys(cx, keys, k), self.values(cx, keys, v)]
+    fn keys_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.keys(cx, keys, buffer)
+    }
+    fn values_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.values(cx, keys, buffer)
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;

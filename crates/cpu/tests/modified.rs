@@ -230,6 +230,34 @@ fn padding_gives_the_bits_of_used_lengths() {
     }
 }
 
+/// Steep distances leave most blocks without weight. These are not multiplied, and change nothing.
+#[test]
+fn blocks_without_weight_add_nothing() {
+    let [heads, tokens, d] = [1, 300, 32];
+    let mut rng = Rng::new(6);
+    let shape = [1, tokens, heads, d];
+    // To both sides of a query; towards the first keys; and so that the last keys outweigh all before them.
+    let away = || (k() - q()).to_float();
+    for (steep, modifier) in [-3.0 * away().max(-away()), away() * -2.0, away() * 2.0].into_iter().enumerate() {
+        for dtype in DType::FLOATS {
+            let mut random = || Tensor::from_f64(dtype, &rng.normals(shape.iter().product(), 1.0), &shape).unwrap();
+            let [q, k, v, d_o] = [random(), random(), random(), random()];
+            let problem = Problem::builder().dense(1, tokens, tokens).heads(heads, heads).head_dim(d).dtype(dtype);
+            let problem = problem.score_mod(score() + modifier.clone()).build().unwrap();
+            let bound = Inputs::new(q.view(), k.view(), v.view()).bind(&problem).unwrap();
+            for isa in Isa::available() {
+                let options = Options { isa: Some(isa), threads: Some(2), ..Options::default() };
+                let (result, gradients) = run(&bound, d_o.view(), &options);
+                let mut verdicts = check_forward(&bound, &result, 2);
+                verdicts.extend(check_backward(&bound, &result.saved(d_o.view()), &gradients, 2));
+                for (name, verdict) in verdicts {
+                    assert!(verdict.ok(), "{name} in {dtype} on {isa:?}, slope {steep}: {verdict}");
+                }
+            }
+        }
+    }
+}
+
 /// One instruction set for each problem; in long tests 1,000 problems on all of them.
 #[test]
 fn random_modified_problems_agree_with_the_oracle() {

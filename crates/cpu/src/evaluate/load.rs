@@ -1,9 +1,10 @@
 //! Elements of auxiliary tensors: in vectors along the lanes or the keys where they are next to each other.
 
 use super::{Cells, Evaluator, Form, KEYS};
-use crate::simd::{Plane, Simd, SimdElement, copy, turned};
+use crate::simd::{Ahead, Plane, Simd, SimdElement, copy, turned};
 use crate::tiles::MAX_LANES;
 use fulgurite_core::Data;
+use fulgurite_core::expr::Step;
 use std::ops::Range;
 
 /// Offsets of the elements that a block reads: `starts[lane] + steps[lane] i` at key i.
@@ -36,6 +37,8 @@ impl Offsets {
 struct Elements<'a> {
     offsets: &'a Offsets,
     first: i64,
+    /// Whether they have been asked for.
+    asked: bool,
 }
 
 impl Elements<'_> {
@@ -94,6 +97,32 @@ impl Evaluator<'_> {
         self.known[i] = Some(Box::new(Known { offsets, keys }));
     }
 
+    /// Has a product of so many blocks ask for the elements that the tile's next keys read, if they are in rows far apart:
+    /// the hardware does not foresee these.
+    pub fn ask(&mut self, keys: Range<usize>, ahead: &mut Ahead, blocks: usize) {
+        let steps = self.plan.program.steps().iter().zip(&self.known);
+        let rows = steps.filter_map(|(step, known)| match (step, known.as_deref()) {
+            (Step::Load(tensor, _), Some(known)) => Some((&self.aux[*tensor], &known.offsets)),
+            _ => None,
+        });
+        for (view, offsets) in rows {
+            let (Some(pace), Some(step @ (1 | -1))) = (offsets.pace, offsets.step) else { continue };
+            if pace.unsigned_abs() <= keys.len() as u64 {
+                continue;
+            }
+            let lowest = if step == 1 { keys.start as i64 } else { 1 - keys.end as i64 };
+            let (start, size) = match view.data() {
+                Data::F32(x) => (x.as_ptr().cast::<u8>(), 4),
+                Data::F16(x) => (x.as_ptr().cast(), 2),
+                Data::Bf16(x) => (x.as_ptr().cast(), 2),
+                _ => continue,
+            };
+            let start = start.wrapping_offset(((offsets.starts[0] + lowest) * size) as isize);
+            ahead.soon(start, [(pace * size) as usize, keys.len() * size as usize], self.lanes, blocks);
+            self.asked = true;
+        }
+    }
+
     /// A load that changes from key to key.
     ///
     /// # Safety
@@ -108,8 +137,8 @@ impl Evaluator<'_> {
         let inside = known.as_deref().filter(|own| own.keys.start <= first && first + at.n as i64 <= own.keys.end);
         let own = if inside.is_some() { None } else { self.block_offsets(tensor, index, lanes, at) };
         let elements = match (inside, &own) {
-            (Some(known), _) => Some(Elements { offsets: &known.offsets, first }),
-            (None, Some(offsets)) => Some(Elements { offsets, first: 0 }),
+            (Some(known), _) => Some(Elements { offsets: &known.offsets, first, asked: self.asked }),
+            (None, Some(offsets)) => Some(Elements { offsets, first: 0, asked: false }),
             (None, None) => None,
         };
         if let Some(elements) = elements {
@@ -290,7 +319,7 @@ unsafe fn load_adjacent<S: Simd, T: SimdElement>(
             (_, 1 | -1) => {
                 let (to, mut starts) = (Plane { data: out, stride: lanes }, [0; MAX_LANES]);
                 starts.iter_mut().enumerate().take(lanes).for_each(|(lane, o)| *o = elements.start(lane) as usize);
-                turned::<S, T>(data.as_ptr(), &starts[..lanes], step == -1, to, n, (scratch, KEYS));
+                turned::<S, T>(data.as_ptr(), &starts[..lanes], (step == -1, elements.asked), to, n, (scratch, KEYS));
                 true
             }
             _ => false,

@@ -95,6 +95,8 @@ pub(crate) struct Evaluator<'a> {
     columns: Vec<[u32; KEYS]>,
     blocks: Vec<Vec<u32>>,
     scratch: Vec<f32>,
+    /// Whether a product has asked for the elements of the tile's loads.
+    asked: bool,
 }
 
 impl<'a> Evaluator<'a> {
@@ -114,6 +116,7 @@ impl<'a> Evaluator<'a> {
             columns: vec![[0; KEYS]; steps],
             blocks: vec![vec![0; KEYS * MAX_LANES]; plan.blocks],
             scratch: vec![0.0; MAX_LANES * KEYS],
+            asked: false,
         }
     }
 
@@ -131,7 +134,7 @@ impl<'a> Evaluator<'a> {
     pub fn prepare(&mut self, env: &LaneEnv<'_>) {
         let lanes = env.q.len();
         assert!(lanes <= MAX_LANES && env.head.len() == lanes, "lanes of the tile");
-        self.lanes = lanes;
+        (self.lanes, self.asked) = (lanes, false);
         let nothing = Cells { first: 0, n: 1, s: Plane { data: std::ptr::null(), stride: 0 }, out: None };
         for (i, step) in self.plan.program.steps().iter().enumerate() {
             if self.plan.axes[i].keys {

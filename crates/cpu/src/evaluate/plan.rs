@@ -77,9 +77,13 @@ impl<'a> TileProgram<'a> {
     /// Whether the bounds of the result over a block cost less than the block: no element of a tensor belongs to one key
     /// and one lane, and the result changes along both.
     pub fn has_bounds(&self) -> bool {
-        let both = |axes: Axes| axes.lanes && axes.keys;
-        let mut loads = self.program.steps().iter().zip(&self.axes).filter(|(step, _)| matches!(step, Step::Load(..)));
-        loads.all(|(_, &axes)| !both(axes)) && self.axes.last().is_some_and(|&axes| both(axes))
+        !self.reads_cells() && self.axes.last().is_some_and(|axes| axes.lanes && axes.keys)
+    }
+
+    /// Whether an element of a tensor belongs to one key and one lane.
+    pub fn reads_cells(&self) -> bool {
+        let steps = self.program.steps().iter().zip(&self.axes);
+        steps.into_iter().any(|(step, axes)| matches!(step, Step::Load(..)) && axes.lanes && axes.keys)
     }
 
     /// Whether the result may grow or fall evenly along the keys, as with a distance that is added.

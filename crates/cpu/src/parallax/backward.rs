@@ -240,6 +240,7 @@ impl CallData<'_> {
             scale: 1.0,
             derivative: None,
             exp: cx.exp,
+            least: cx.least(),
         });
         // Scores that a vector does not see were not computed, and must have no weight.
         for (z, &(low, high)) in step.ranges[..stride / cx.kernels.lanes].iter().enumerate() {

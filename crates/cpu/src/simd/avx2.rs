@@ -114,7 +114,7 @@ unsafe impl Simd for Avx2 {
         unsafe { _mm256_blendv_ps(b, a, m) }
     }
     #[inline(always)]
-    unsafe fn exp2<const N: usize>(t: __m256, coefficients: &[f32; N]) -> __m256 {
+    unsafe fn exp2_above<const N: usize>(t: __m256, coefficients: &[f32; N], least: f32) -> __m256 {
         // SAFETY: as in `splat`.
         unsafe {
             let low = _mm256_set1_ps(-127.0);
@@ -127,10 +127,10 @@ unsafe impl Simd for Avx2 {
             for i in (0..N - 1).rev() {
                 p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(coefficients[i]));
             }
-            // p is in [1, 2): adding to the exponent multiplies; below -126 the result is flushed to zero.
+            // p is in [1, 2): adding to the exponent multiplies; below `least` the result is zero.
             let shifted = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(floor));
             let result = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), shifted));
-            let normal = _mm256_cmp_ps::<_CMP_NLT_UQ>(t, _mm256_set1_ps(-126.0));
+            let normal = _mm256_cmp_ps::<_CMP_NLT_UQ>(t, _mm256_set1_ps(least));
             let result = _mm256_and_ps(result, normal);
             let result = _mm256_blendv_ps(result, _mm256_set1_ps(f32::INFINITY), overflow);
             let unordered = _mm256_cmp_ps::<_CMP_UNORD_Q>(t, t);

@@ -111,12 +111,12 @@ unsafe impl Simd for Avx512 {
         unsafe { _mm512_mask_blend_ps(m, b, a) }
     }
     #[inline(always)]
-    unsafe fn exp2<const N: usize>(t: __m512, coefficients: &[f32; N]) -> __m512 {
+    unsafe fn exp2_above<const N: usize>(t: __m512, coefficients: &[f32; N], least: f32) -> __m512 {
         // SAFETY: as in `splat`.
         unsafe {
             // Subnormal results would take a microcode assist of some 240 cycles; they are zero instead.
             // "Not less or equal" keeps NaN.
-            let normal = _mm512_cmp_ps_mask::<_CMP_NLE_UQ>(t, _mm512_set1_ps(-126.0));
+            let normal = _mm512_cmp_ps_mask::<_CMP_NLE_UQ>(t, _mm512_set1_ps(least));
             let r = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(t); // t - floor(t)
             let mut p = _mm512_set1_ps(coefficients[N - 1]);
             for i in (0..N - 1).rev() {

@@ -310,7 +310,7 @@ fn check_tile(len: usize, stride: usize, ranges: &[(usize, usize)]) -> usize {
 mod tests {
     use super::*;
     use crate::Isa;
-    use crate::simd::{MatrixMut, Policy, Sum};
+    use crate::simd::{LEAST, MatrixMut, Policy, Sum};
     use fulgurite_core::DType;
     use fulgurite_core::random::Rng;
 
@@ -379,6 +379,7 @@ mod tests {
                         l,
                         alpha: &mut [0.0; 64],
                         exp: ExpKind::Poly(3),
+                        least: LEAST,
                         policy: Policy::Trust(f32::MAX),
                         scale,
                     };

@@ -56,7 +56,7 @@ mod vector_int8;
 
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{
-    Ahead, ExpKind, GradArgs, INVERT, LaneProbe, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token,
+    Ahead, ExpKind, GradArgs, INVERT, LEAST, LaneProbe, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token,
 };
 pub(crate) use algorithms::{BAND, BAND_ROWS, BandOutput, BandSeen, BandWeights, PANEL};
 pub(crate) use algorithms::{Pass, Plane, SimdElement, Term, bits, capped, copy, pass, turned};
@@ -125,8 +125,15 @@ pub(crate) unsafe trait Simd: Copy {
     unsafe fn mask(bits: u32) -> Self::M;
     /// a where the mask holds, else b.
     unsafe fn select(m: Self::M, a: Self::V, b: Self::V) -> Self::V;
-    /// 2^t with the given coefficients of 2^r on [0, 1), lowest first: 0 below -126, infinite above 128.
-    unsafe fn exp2<const N: usize>(t: Self::V, coefficients: &[f32; N]) -> Self::V;
+    /// 2^t with the given coefficients of 2^r on [0, 1), lowest first: 0 below `least`, infinite above 128. `least` is
+    /// at least [`LEAST`].
+    unsafe fn exp2_above<const N: usize>(t: Self::V, coefficients: &[f32; N], least: f32) -> Self::V;
+    /// The same for all normal results.
+    #[inline(always)]
+    unsafe fn exp2<const N: usize>(t: Self::V, coefficients: &[f32; N]) -> Self::V {
+        // SAFETY: passed on.
+        unsafe { Self::exp2_above(t, coefficients, LEAST) }
+    }
     unsafe fn load_f16(p: *const u16) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn store_f16(p: *mut u16, v: Self::V);

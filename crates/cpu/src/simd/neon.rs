@@ -112,7 +112,7 @@ unsafe impl Simd for Neon {
         unsafe { vbslq_f32(m, a, b) }
     }
     #[inline(always)]
-    unsafe fn exp2<const N: usize>(t: float32x4_t, coefficients: &[f32; N]) -> float32x4_t {
+    unsafe fn exp2_above<const N: usize>(t: float32x4_t, coefficients: &[f32; N], least: f32) -> float32x4_t {
         // SAFETY: as in `splat`.
         unsafe {
             let overflow = vcgeq_f32(t, vdupq_n_f32(128.0));
@@ -124,10 +124,10 @@ unsafe impl Simd for Neon {
             for i in (0..N - 1).rev() {
                 p = vfmaq_f32(vdupq_n_f32(coefficients[i]), p, r);
             }
-            // p is in [1, 2): adding to the exponent multiplies; below -126 the result is flushed to zero.
+            // p is in [1, 2): adding to the exponent multiplies; below `least` the result is zero.
             let shifted = vshlq_n_s32::<23>(vcvtq_s32_f32(floor));
             let result = vreinterpretq_u32_s32(vaddq_s32(vreinterpretq_s32_f32(p), shifted));
-            let normal = vcgeq_f32(x, vdupq_n_f32(-126.0));
+            let normal = vcgeq_f32(x, vdupq_n_f32(least));
             let result = vreinterpretq_f32_u32(vandq_u32(result, normal));
             let result = vbslq_f32(overflow, vdupq_n_f32(f32::INFINITY), result);
             vbslq_f32(ordered, result, t)

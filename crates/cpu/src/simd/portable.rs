@@ -104,8 +104,8 @@ unsafe impl Simd for Portable {
         V(std::array::from_fn(|i| if m[i] { a.0[i] } else { b.0[i] }))
     }
     #[inline(always)]
-    unsafe fn exp2<const N: usize>(t: V, coefficients: &[f32; N]) -> V {
-        V(t.0.map(|t| super::algorithms::exp2_scalar(t, coefficients)))
+    unsafe fn exp2_above<const N: usize>(t: V, coefficients: &[f32; N], least: f32) -> V {
+        V(t.0.map(|t| super::algorithms::exp2_scalar(t, coefficients, least)))
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> V {

@@ -3,7 +3,7 @@
 //! All scores of the rows are held at once, so there is one maximum and nothing is rescaled. Scores are `[key][row]`;
 //! the output is computed row by row in its storage order, each few rows over only the keys that they see.
 
-use super::exponential::{EXP2_NATIVE, ExpKind, Exponential, Mixed, Poly, Sas, with_exp};
+use super::exponential::{EXP2_NATIVE, ExpKind, Exponential, LEAST, Mixed, Poly, Sas, with_exp};
 use super::product::Ahead;
 use crate::simd::Simd;
 use fulgurite_core::exp::EXP2_POLY;
@@ -142,7 +142,7 @@ pub(in crate::simd) unsafe fn band_weights<S: Simd>(args: &mut BandWeights<'_>) 
                 let (start, end) = args.seen[i].some[z];
                 (bases[i] + start, bases[i] + end)
             });
-            with_exp!(args.exp, exp => settle::<S, _>(args, z, runs, &exp))
+            with_exp!(args.exp, LEAST, exp => settle::<S, _>(args, z, runs, &exp))
         }
     }
 }

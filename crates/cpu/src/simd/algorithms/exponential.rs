@@ -15,9 +15,12 @@ pub(in crate::simd) const EXP2_NATIVE: [f32; 8] = [
     2.073_186_4e-5,
 ];
 
-/// 2^t for one number, as [`Simd::exp2`] does it for a vector.
+/// The least power of two that is a normal number.
+pub(crate) const LEAST: f32 = -126.0;
+
+/// 2^t for one number, as [`Simd::exp2_above`] does it for a vector.
 #[inline(always)]
-pub(in crate::simd) fn exp2_scalar<const N: usize>(t: f32, coefficients: &[f32; N]) -> f32 {
+pub(in crate::simd) fn exp2_scalar<const N: usize>(t: f32, coefficients: &[f32; N], least: f32) -> f32 {
     let clamped = t.clamp(-127.0, 127.999); // NaN stays
     let floor = clamped.floor();
     let r = clamped - floor;
@@ -26,7 +29,7 @@ pub(in crate::simd) fn exp2_scalar<const N: usize>(t: f32, coefficients: &[f32; 
         p = p * r + coefficients[i];
     }
     let scaled = f32::from_bits(((floor as i32) << 23).wrapping_add(p.to_bits() as i32) as u32);
-    let scaled = if t < -126.0 { 0.0 } else { scaled };
+    let scaled = if t < least { 0.0 } else { scaled };
     let scaled = if t >= 128.0 { f32::INFINITY } else { scaled };
     if t.is_nan() { t } else { scaled }
 }
@@ -50,23 +53,27 @@ pub(super) trait Exponential<S: Simd> {
     unsafe fn eval(&self, t: S::V, key: usize) -> S::V;
 }
 
-pub(super) struct Poly<const N: usize>(pub [f32; N]);
+/// The polynomial, and the least power of two that is not 0.
+pub(super) struct Poly<const N: usize>(pub [f32; N], pub f32);
 
 impl<S: Simd, const N: usize> Exponential<S> for Poly<N> {
     #[inline(always)]
     unsafe fn eval(&self, t: S::V, _: usize) -> S::V {
         // SAFETY: passed on.
-        unsafe { S::exp2(t, &self.0) }
+        unsafe { S::exp2_above(t, &self.0, self.1) }
     }
 }
 
-pub(super) struct Mixed<const N: usize>(pub [f32; N], pub usize);
+/// The polynomial, its share of 16 keys, and the least power of two that is not 0.
+pub(super) struct Mixed<const N: usize>(pub [f32; N], pub usize, pub f32);
 
 impl<S: Simd, const N: usize> Exponential<S> for Mixed<N> {
     #[inline(always)]
     unsafe fn eval(&self, t: S::V, key: usize) -> S::V {
         // SAFETY: passed on.
-        unsafe { if key % 16 < self.1 { S::exp2(t, &self.0) } else { S::exp2(t, &EXP2_NATIVE) } }
+        unsafe {
+            if key % 16 < self.1 { S::exp2_above(t, &self.0, self.2) } else { S::exp2_above(t, &EXP2_NATIVE, self.2) }
+        }
     }
 }
 
@@ -92,29 +99,30 @@ impl<S: Simd> Exponential<S> for Sas {
     }
 }
 
-/// Runs `$body` with `$exp` bound to the exponential of `$kind`.
+/// Runs `$body` with `$exp` bound to the exponential of `$kind`. Powers of two below `$least` are 0; the function of
+/// TurboAttention has its own threshold.
 macro_rules! with_exp {
-    ($kind:expr, $exp:ident => $body:expr) => {
+    ($kind:expr, $least:expr, $exp:ident => $body:expr) => {
         match $kind {
             ExpKind::Poly(3) => {
-                let $exp = Poly::<4>(EXP2_POLY[0][..4].try_into().unwrap());
+                let $exp = Poly::<4>(EXP2_POLY[0][..4].try_into().unwrap(), $least);
                 $body
             }
             ExpKind::Poly(4) => {
-                let $exp = Poly::<5>(EXP2_POLY[1][..5].try_into().unwrap());
+                let $exp = Poly::<5>(EXP2_POLY[1][..5].try_into().unwrap(), $least);
                 $body
             }
             ExpKind::Poly(_) => {
-                let $exp = Poly::<6>(EXP2_POLY[2]);
+                let $exp = Poly::<6>(EXP2_POLY[2], $least);
                 $body
             }
             ExpKind::Native => {
-                let $exp = Poly::<8>(EXP2_NATIVE);
+                let $exp = Poly::<8>(EXP2_NATIVE, $least);
                 $body
             }
             ExpKind::Mixed(degree, share) => {
                 // The unused upper coefficients are zero.
-                let $exp = Mixed::<6>(EXP2_POLY[usize::from(degree) - 3], usize::from(share));
+                let $exp = Mixed::<6>(EXP2_POLY[usize::from(degree) - 3], usize::from(share), $least);
                 $body
             }
             ExpKind::Sas(threshold) => {

@@ -20,8 +20,8 @@ pub(crate) use elements::SimdElement;
 pub(super) use elements::{narrow_bf16, narrow_f16, widen};
 #[cfg(target_arch = "x86_64")]
 pub(super) use exponential::EXP2_NATIVE;
-pub(crate) use exponential::ExpKind;
 pub(super) use exponential::exp2_scalar;
+pub(crate) use exponential::{ExpKind, LEAST};
 pub(super) use few_queries::{RowSets, combine, dots, paired};
 pub(crate) use fold::{AboveArgs, BestArgs, OtherArgs};
 pub(super) use fold::{above, add_wide, best, distance, dot, frame, other};

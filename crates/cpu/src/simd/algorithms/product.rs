@@ -71,6 +71,9 @@ pub(crate) struct Ahead {
     streams: [Stream; 4],
     /// Rows prefetched after each block.
     pace: usize,
+    /// Rows that are read right after this product, and their pace: asked for beside the others.
+    soon: Stream,
+    soon_pace: usize,
 }
 
 impl Default for Ahead {
@@ -96,7 +99,7 @@ impl Default for Stream {
 impl Ahead {
     /// With a pace of its own, in rows for each block of a product.
     pub fn paced(pace: usize) -> Self {
-        Ahead { streams: [Stream::default(); 4], pace }
+        Ahead { streams: [Stream::default(); 4], pace, soon: Stream::default(), soon_pace: 0 }
     }
 
     /// Spreads the rows over this many blocks of products, so that all are asked for by then. A block asks for a few lines
@@ -127,6 +130,13 @@ impl Ahead {
         }
     }
 
+    /// Rows by their address, the bytes from one to the next and those of one, that are read right after a product of so
+    /// many blocks. They replace those of the product before.
+    pub fn soon(&mut self, start: *const u8, [row_bytes, bytes]: [usize; 2], rows: usize, blocks: usize) {
+        self.soon = Stream { start, row_bytes, bytes, rows };
+        self.soon_pace = rows.div_ceil(blocks.max(1));
+    }
+
     /// Asks for the next `rows` rows now.
     pub fn take(&mut self, rows: usize) {
         for _ in 0..rows {
@@ -141,20 +151,33 @@ impl Ahead {
     /// As for [`Simd`].
     #[inline(always)]
     pub(in crate::simd) unsafe fn ask<S: Simd>(&mut self) {
-        for stream in &mut self.streams {
-            if stream.rows == 0 {
-                continue;
+        // SAFETY: passed on.
+        unsafe {
+            if self.soon.rows > 0 {
+                self.soon.ask::<S>(self.soon_pace);
             }
-            for _ in 0..self.pace.min(stream.rows) {
-                for line in (0..stream.bytes).step_by(64) {
-                    // SAFETY: passed on; a prefetch may name any address.
-                    unsafe { S::prefetch(stream.start.wrapping_add(line)) };
-                }
-                stream.start = stream.start.wrapping_add(stream.row_bytes);
+            if let Some(stream) = self.streams.iter_mut().find(|stream| stream.rows > 0) {
+                stream.ask::<S>(self.pace);
             }
-            stream.rows = stream.rows.saturating_sub(self.pace);
-            return;
         }
+    }
+}
+
+impl Stream {
+    /// Asks for the next rows.
+    ///
+    /// # Safety
+    /// As for [`Simd`].
+    #[inline(always)]
+    unsafe fn ask<S: Simd>(&mut self, rows: usize) {
+        for _ in 0..rows.min(self.rows) {
+            for line in (0..self.bytes).step_by(64) {
+                // SAFETY: passed on; a prefetch may name any address.
+                unsafe { S::prefetch(self.start.wrapping_add(line)) };
+            }
+            self.start = self.start.wrapping_add(self.row_bytes);
+        }
+        self.rows = self.rows.saturating_sub(rows);
     }
 }
 

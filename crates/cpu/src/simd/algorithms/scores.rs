@@ -242,7 +242,7 @@ unsafe fn capped_with<S: Simd, const P: usize, const Q: usize>(
 }
 
 /// Turns rows into lanes: `out[key][lane]` is element `key` of the row that begins at `starts[lane]`, or, with
-/// `descending`, the element so far before it. `scratch` has room for `LANES` rows of `room` elements.
+/// `descending`, the element so far before it. With `asked`, the rows are on their way already. `scratch` has room for `LANES` rows of `room` elements.
 ///
 /// # Safety
 /// As for [`Simd`]; every row has `keys` elements in `data`, and `out` has rows for `keys` rounded up to `LANES`.
@@ -250,7 +250,7 @@ unsafe fn capped_with<S: Simd, const P: usize, const Q: usize>(
 pub(crate) unsafe fn turned<S: Simd, T: SimdElement>(
     data: *const T,
     starts: &[usize],
-    descending: bool,
+    (descending, asked): (bool, bool),
     out: Plane<*mut f32>,
     keys: usize,
     (scratch, room): (&mut [f32], usize),
@@ -262,10 +262,13 @@ pub(crate) unsafe fn turned<S: Simd, T: SimdElement>(
         for (z, starts) in starts.chunks_exact(S::LANES).enumerate() {
             for (lane, &start) in starts.iter().enumerate() {
                 let row = to.add(lane * room);
-                // Rows are far apart, which the hardware does not foresee: ask for the block after the next.
-                let ahead = data.wrapping_add(start).wrapping_offset(if descending { -2 } else { 2 } * room as isize);
-                S::prefetch(ahead.cast());
-                S::prefetch(ahead.wrapping_add(room / 2).cast());
+                if !asked {
+                    // Rows are far apart, which the hardware does not foresee: ask for the block after the next.
+                    let far = if descending { -2 } else { 2 } * room as isize;
+                    let ahead = data.wrapping_add(start).wrapping_offset(far);
+                    S::prefetch(ahead.cast());
+                    S::prefetch(ahead.wrapping_add(room / 2).cast());
+                }
                 if descending {
                     copy::<S, T>(data.add(start + 1 - keys), row, keys);
                     std::slice::from_raw_parts_mut(row, keys).reverse();

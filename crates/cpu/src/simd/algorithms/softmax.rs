@@ -35,6 +35,8 @@ pub(crate) struct SoftmaxArgs<'a> {
     pub l: &'a mut [f32],
     pub alpha: &'a mut [f32],
     pub exp: ExpKind,
+    /// Weights of fewer powers of two may be 0.
+    pub least: f32,
     pub policy: Policy,
     /// The factor that converts a score, and the maximum, to natural units.
     pub scale: f32,
@@ -60,6 +62,8 @@ pub(crate) struct SoftmaxStats {
     pub rescaled: u32,
     /// Lanes whose trusted maximum was too low: the scores must be computed again.
     pub distrusted: u32,
+    /// Lanes whose weights are all 0.
+    pub idle: u32,
 }
 
 /// # Safety
@@ -73,8 +77,8 @@ pub(in crate::simd) unsafe fn softmax<S: Simd>(
     unsafe {
         // Inlined for both cases: a softmax without probes does not test for them at every key.
         match probe {
-            None => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, None)),
-            Some(probe) => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, Some(probe))),
+            None => with_exp!(args.exp, args.least, exp => softmax_with::<S, _>(args, &exp, None)),
+            Some(probe) => with_exp!(args.exp, args.least, exp => softmax_with::<S, _>(args, &exp, Some(probe))),
         }
     }
 }
@@ -143,6 +147,7 @@ pub(in crate::simd) unsafe fn begin<S: Simd>(
     unsafe {
         if start >= end {
             S::store(args.alpha.as_mut_ptr().add(lane), S::splat(1.0));
+            stats.idle += S::LANES as u32;
             return None;
         }
         let hidden = S::splat(f32::NEG_INFINITY);
@@ -250,6 +255,8 @@ pub(in crate::simd) unsafe fn end<S: Simd>(
             // NaN counts as within: it would come out of a repetition as well.
             stats.distrusted += if begun.trust { S::count(S::lt(S::splat(limit), sum)) } else { 0 };
         }
+        // No weight is subnormal, and NaN is not less.
+        stats.idle += S::count(S::lt(sum, S::splat(f32::MIN_POSITIVE)));
         let l_at = args.l.as_mut_ptr().add(z * S::LANES);
         S::store(l_at, S::fma(S::load(l_at), begun.alpha, sum));
         S::store(args.alpha.as_mut_ptr().add(z * S::LANES), begun.alpha);
@@ -284,6 +291,8 @@ pub(crate) struct GradArgs<'a> {
     /// The factor of each element of dS, laid out like it.
     pub derivative: Option<&'a [f32]>,
     pub exp: ExpKind,
+    /// Probabilities of fewer powers of two are 0.
+    pub least: f32,
 }
 
 impl GradArgs<'_> {
@@ -298,7 +307,7 @@ impl GradArgs<'_> {
 #[inline(always)]
 pub(in crate::simd) unsafe fn grad<S: Simd>(args: &mut GradArgs<'_>) {
     // SAFETY: passed on.
-    unsafe { with_exp!(args.exp, exp => grad_with::<S, _>(args, &exp)) }
+    unsafe { with_exp!(args.exp, args.least, exp => grad_with::<S, _>(args, &exp)) }
 }
 
 #[inline(always)]
@@ -351,6 +360,121 @@ unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E
                 }
                 S::store(s_at, p);
                 S::store(dp_at, ds);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+    use crate::simd::{LEAST, kernels};
+
+    const KEYS: usize = 32;
+
+    fn kinds() -> [ExpKind; 5] {
+        [ExpKind::Poly(3), ExpKind::Poly(4), ExpKind::Poly(5), ExpKind::Native, ExpKind::Mixed(4, 8)]
+    }
+
+    /// The powers of two of key `key` for lane `lane`: from 1 to below the least normal number, and an end beside them.
+    fn power(key: usize, lane: usize) -> f32 {
+        if key == KEYS - 1 { f32::NEG_INFINITY } else { -(4.3 * key as f32) - 0.06 * lane as f32 }
+    }
+
+    /// Weights, sums and counters of a tile whose lanes from `silent` on have only keys far below the maximum.
+    fn weigh(isa: Isa, exp: ExpKind, least: f32, silent: usize) -> (Vec<f32>, Vec<f32>, SoftmaxStats) {
+        let kernels = kernels(isa).expect("an available instruction set");
+        let n = kernels.tile;
+        let score = |key: usize, lane: usize| {
+            (power(key, lane) - if lane < silent { 0.0 } else { 110.0 }) * std::f32::consts::LN_2
+        };
+        let mut s: Vec<f32> = (0..KEYS * n).map(|i| score(i / n, i % n)).collect();
+        let (mut l, mut alpha) = (vec![0.0; n], vec![0.0; n]);
+        let stats = kernels.softmax(
+            &mut SoftmaxArgs {
+                s: &mut s,
+                stride: n,
+                ranges: [(0, KEYS); MAX_VECTORS],
+                inner: [(0, KEYS); MAX_VECTORS],
+                lo: &vec![0.0; n],
+                hi: &vec![KEYS as f32; n],
+                m: &mut vec![0.0; n],
+                l: &mut l,
+                alpha: &mut alpha,
+                exp,
+                least,
+                policy: Policy::Final,
+                scale: 1.0,
+            },
+            None,
+        );
+        (s, l, stats)
+    }
+
+    /// Above `least` all bits are those of the smallest `least`; below it a weight is exactly 0.
+    #[test]
+    fn powers_below_the_least_are_zero_on_every_instruction_set() {
+        for isa in Isa::available() {
+            for exp in kinds() {
+                let n = kernels(isa).expect("an available instruction set").tile;
+                let (all, above) = (weigh(isa, exp, LEAST, n).0, weigh(isa, exp, -96.0, n).0);
+                for (i, (all, above)) in all.iter().zip(&above).enumerate() {
+                    let (key, lane) = (i / n, i % n);
+                    let t = power(key, lane);
+                    // Logarithms in f32 move a power of 100 by some 1e-5.
+                    let want = if t < -96.001 { 0.0 } else { *all };
+                    if (t + 96.0).abs() > 0.001 {
+                        assert_eq!(above.to_bits(), f32::to_bits(want), "{isa:?} {exp:?} key {key} lane {lane}");
+                    }
+                    assert!(*all == 0.0 || all.is_normal(), "{isa:?} {exp:?} key {key} lane {lane}: {all:e}");
+                    assert!((*all == 0.0) == (t < -126.0) || (t + 126.0).abs() < 0.001, "{isa:?} {exp:?} {t}");
+                }
+            }
+        }
+    }
+
+    /// A lane is idle if all of its weights are 0.
+    #[test]
+    fn lanes_without_weights_are_idle() {
+        for isa in Isa::available() {
+            let n = kernels(isa).expect("an available instruction set").tile;
+            for silent in [0, 1, n - 1, n] {
+                let (_, l, stats) = weigh(isa, ExpKind::Poly(4), -96.0, silent);
+                assert_eq!(stats.idle as usize, n - silent, "{isa:?}");
+                assert!(l.iter().enumerate().all(|(lane, &l)| (l > 0.0) == (lane < silent)), "{isa:?}");
+            }
+        }
+    }
+
+    /// Probabilities of backward follow the same rule, and their gradients with them.
+    #[test]
+    fn gradients_of_powers_below_the_least_are_zero() {
+        for isa in Isa::available() {
+            let kernels = kernels(isa).expect("an available instruction set");
+            let n = kernels.tile;
+            let mut s: Vec<f32> = (0..KEYS * n).map(|i| power(i / n, i % n) * std::f32::consts::LN_2).collect();
+            let (mut dp, zeros) = (vec![1.0; KEYS * n], vec![0.0; n]);
+            kernels.grad(&mut GradArgs {
+                s: &mut s,
+                dp: &mut dp,
+                stride: n,
+                ranges: [(0, KEYS); MAX_VECTORS],
+                inner: [(0, KEYS); MAX_VECTORS],
+                lo: &zeros,
+                hi: &vec![KEYS as f32; n],
+                hidden: true,
+                lse: &zeros,
+                max: &zeros,
+                delta: &zeros,
+                scale: 1.0,
+                derivative: None,
+                exp: ExpKind::Poly(5),
+                least: -96.0,
+            });
+            for (i, (p, ds)) in s.iter().zip(&dp).enumerate() {
+                let t = power(i / n, i % n);
+                assert!(p == ds && ((*p == 0.0) == (t < -96.0) || (t + 96.0).abs() < 0.001), "{isa:?} {t}: {p:e}");
             }
         }
     }
