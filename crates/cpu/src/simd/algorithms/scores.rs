@@ -242,7 +242,8 @@ unsafe fn capped_with<S: Simd, const P: usize, const Q: usize>(
 }
 
 /// Turns rows into lanes: `out[key][lane]` is element `key` of the row that begins at `starts[lane]`, or, with
-/// `descending`, the element so far before it. With `asked`, the rows are on their way already. `scratch` has room for `LANES` rows of `room` elements.
+/// `descending`, the element so far before it. With `asked`, the rows are on their way already. `scratch` has room for
+/// `LANES` rows of `room` elements.
 ///
 /// # Safety
 /// As for [`Simd`]; every row has `keys` elements in `data`, and `out` has rows for `keys` rounded up to `LANES`.
