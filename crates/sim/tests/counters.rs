@@ -4,7 +4,7 @@ use crate::common::{Gemm, INNER, SMALL, pipeline, sim};
 use fulgurite_kernels::gemm::GemmConfig;
 use fulgurite_ptx::bf16;
 use fulgurite_ptx::inst::Unit;
-use fulgurite_sim::{Architecture, Options, Order, Sim, Track};
+use fulgurite_sim::{Architecture, Counts, Options, Order, Sim, Track};
 
 #[test]
 fn gemm_counts_have_closed_forms() {
@@ -84,9 +84,8 @@ fn timelines_show_the_pipeline() {
     assert_eq!(again.report().timeline.unwrap().spans, timeline.spans);
 }
 
-/// The roofline of the tile that published analyses use: 2048 cycles of tensor cores against 1024 of exponentials.
-#[test]
-fn a_tile_of_attention_is_bound_by_its_products() {
+/// What one block of 128 keys more takes of a tile of forward attention.
+fn one_more_block(builder: impl Fn(fulgurite_core::ProblemBuilder) -> fulgurite_core::ProblemBuilder) -> [Counts; 2] {
     use fulgurite_core::{DType, Problem, Rescale};
     use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, Tensors};
     use fulgurite_ptx::Target;
@@ -94,10 +93,10 @@ fn a_tile_of_attention_is_bound_by_its_products() {
     let sim = sim(1);
     // No exponentials but those of the scores.
     let rescale = Some(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT));
-    let run = |keys: u64| {
+    [256, 384].map(|keys: u64| {
         let buffer = |rows: u64| crate::common::upload(&sim, &vec![bf16::from_f32(0.25); rows as usize * 128]);
         let shape = Problem::builder().dense(1, 128, keys as usize).heads(1, 1).head_dim(128).dtype(DType::Bf16);
-        let plan = ForwardPlan::new(&shape.build().unwrap(), rescale).unwrap();
+        let plan = ForwardPlan::new(&builder(shape).build().unwrap(), rescale).unwrap();
         let buffers = [128, keys, keys, 128].map(buffer);
         let tensors = std::array::from_fn(|i| {
             let rows = buffers[i].span().bytes() / 256;
@@ -110,12 +109,25 @@ fn a_tile_of_attention_is_bound_by_its_products() {
         let module = sim.load(launch.kernel.clone()).unwrap();
         sim.launch(&module, launch.grid, &launch.args, Stream::default()).unwrap();
         sim.report().total()
-    };
-    let (two, three) = (run(256), run(384));
-    // One block of 128 keys more.
+    })
+}
+
+/// The roofline of the tile that published analyses use: 2048 cycles of tensor cores against 1024 of exponentials.
+#[test]
+fn a_tile_of_attention_is_bound_by_its_products() {
+    let [two, three] = one_more_block(|builder| builder);
     let cycles = |counts| Architecture::H200.cycles(counts);
     assert_eq!(cycles(&three)[0].1 - cycles(&two)[0].1, 2048.0);
     assert_eq!((three.exps - two.exps) as f64 / Architecture::H200.specials, 1024.0);
     // Operands of the products, as the analyses derive: 160 KB.
     assert_eq!(three.shared_operand_bytes - two.shared_operand_bytes, 160 * 1024);
+}
+
+/// The special-function unit computes an exponential for each score of a softcap, and three of four tanh.
+#[test]
+fn a_quarter_of_the_tanh_of_a_softcap_are_polynomials() {
+    let [two, three] = one_more_block(|builder| builder.softcap(50.0));
+    assert_eq!(three.exps - two.exps, 128 * 128);
+    let specials = |counts: &Counts| counts.lanes[&Unit::Special];
+    assert_eq!(specials(&three) - specials(&two), 128 * 128 * 7 / 4);
 }

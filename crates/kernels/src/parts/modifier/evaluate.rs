@@ -50,8 +50,9 @@ pub(crate) struct Quick<'k> {
 /// Approximation of tanh where it need not be exact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tanh {
-    /// The special-function unit, with a relative error of 2^-11. The rounding of probabilities to bf16 is coarser.
-    Unit,
+    /// A quarter by the polynomial and the rest by the special-function unit, so that neither the issue slots nor the unit
+    /// limit the other. The unit has a relative error of 2^-11; the rounding of probabilities to bf16 is coarser.
+    Mixed,
     /// A polynomial, valid up to a bound on the argument.
     Polynomial,
 }
@@ -59,7 +60,13 @@ pub enum Tanh {
 impl Tanh {
     /// The approximation for probabilities of this type.
     pub fn of(number: Number) -> Tanh {
-        if number == Number::Bf16 { Tanh::Unit } else { Tanh::Polynomial }
+        if number == Number::Bf16 { Tanh::Mixed } else { Tanh::Polynomial }
+    }
+
+    /// Whether the special-function unit computes the elements of a column, counted from the thread's first. A thread of
+    /// `wgmma` or `mma.sync` has two columns of every eight.
+    fn by_unit(self, col: u32) -> bool {
+        self == Tanh::Mixed && col / 8 % 8 >= 2
     }
 }
 
@@ -302,7 +309,7 @@ impl<'k> Evaluation<'_, 'k> {
     /// A tanh that may be wrong for large arguments; the caller must check `quick.doubt`.
     fn quick_tanh(&mut self, a: usize, at: At<'k>) -> Option<Val<'k, f32>> {
         let mut quick = self.quick?;
-        if quick.tanh == Tanh::Unit {
+        if quick.tanh.by_unit(at.col) {
             return Some(self.step(a, at).float().tanh());
         }
         let analysed = &self.running.analysed;

@@ -40,7 +40,7 @@ impl<'a, 'k, A: RowView<'k>> Modify<'a, 'k, A> {
         let (mask, block_kind) = (modifiers.mask.as_ref().map(running), modifiers.block_kind.as_ref().map(running));
         let bends = |step: &Step| matches!(step, Step::Unary(Unary::Tanh, _));
         let bent = modifiers.score.as_ref().filter(|program| program.steps().iter().any(bends));
-        let polynomial = bent.filter(|_| tanh == Tanh::Polynomial).map(|_| {
+        let polynomial = bent.map(|_| {
             let square = scale * scale;
             let mut power = scale;
             let coefficients = TANH.map(|c| {
