@@ -129,8 +129,10 @@ impl ForwardPlan {
     /// This plan with sinks of an element type.
     pub fn with_sinks(mut self, dtype: DType) -> ForwardPlan {
         self.facts.features.sinks = Some(dtype);
-        if let Family::Wgmma { decode: Some(decode), .. } = &mut self.family {
-            decode.features.sinks = Some(dtype);
+        match &mut self.family {
+            Family::Wgmma { decode: Some(decode), .. } => decode.features.sinks = Some(dtype),
+            Family::MmaSync(config) => *config = config.beside_sinks(&self.facts.features),
+            _ => {}
         }
         self
     }

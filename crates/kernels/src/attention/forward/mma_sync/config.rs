@@ -54,6 +54,14 @@ impl SyncConfig {
         }
     }
 
+    /// This configuration with fewer keys per block, if sinks leave no room for them. A block mask has decided the number of
+    /// keys before.
+    pub(crate) fn beside_sinks(self, features: &Features) -> SyncConfig {
+        // With 48 keys and the second computation of a tile, sinks spill 64 bytes at head dimension 128.
+        let narrow = features.hides_keys() && features.blocks.is_none() && (97..=128).contains(&features.dims[1]);
+        if narrow { SyncConfig { cols: self.cols.min(32), ..self } } else { self }
+    }
+
     /// Queries per tile.
     pub fn rows(&self) -> u32 {
         64 * self.blocks
