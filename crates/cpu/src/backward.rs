@@ -329,7 +329,7 @@ impl CallData<'_> {
         let (mut ahead, modified) = (Ahead::default(), cx.is_modified());
         if modified {
             let lanes = (&stats.tile, &stats.lanes);
-            cx.ask_modifier(&mut workspace.modifier, lanes, (step, start), &mut ahead);
+            cx.prefetch_modifier(&mut workspace.modifier, lanes, (step, start), &mut ahead);
         }
         let products = Products { step, stride, ahead: &mut ahead };
         cx.unit.scores(cx, products, k, workspace.q_packed, workspace.s);

@@ -295,13 +295,13 @@ impl<'a> Band<'a> {
         let (cx, lanes, sequence) = (self.cx, BAND * self.cx.kernels.lanes, self.view.sequence);
         let mut ahead = Ahead::paced(PACE);
         let o_at = self.o_rows.at(range.start, self.item.head);
-        self.out.o.ask(&mut ahead, o_at, self.o_rows.row, cx.dv, range.len());
+        self.out.o.prefetch(&mut ahead, o_at, self.o_rows.row, cx.dv, range.len());
         let next_key = near.keys.start + near.done * PANEL;
         for (view, n) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)] {
             let at = cx.key_layout(view.strides(), sequence);
             ahead.push_rows(&view.data(), at.at(next_key, near.head), at.row, n, lanes);
         }
-        cx.ask_queries(sequence, self.item.head, range.end..range.end + lanes, &mut ahead);
+        cx.prefetch_queries(sequence, self.item.head, range.end..range.end + lanes, &mut ahead);
         ahead
     }
 

@@ -242,10 +242,10 @@ fn walk(
                 let end = blocks.last().map_or(last, |block| block.keys.end);
                 if end < last {
                     let next_keys = end..(end + span * block_keys).min(sequence.k_len);
-                    cx.ask_keys(sequence, item.kv_head, next_keys, &mut ahead);
+                    cx.prefetch_keys(sequence, item.kv_head, next_keys, &mut ahead);
                 }
                 if start == 0 {
-                    ask_coming(cx, item, coming, span * block_keys, &mut ahead);
+                    prefetch_coming(cx, item, coming, span * block_keys, &mut ahead);
                 }
                 if span == 1 {
                     // Scores have a row for each key, outputs one for each column.
@@ -457,7 +457,7 @@ fn pipeline_rows(
 }
 
 /// Prefetches the rows of O that an item writes, then the first blocks of keys of a later item, and its queries.
-fn ask_coming(cx: &Context<'_>, item: &Item, coming: Coming<'_, '_>, keys: usize, ahead: &mut [Ahead; 2]) {
+fn prefetch_coming(cx: &Context<'_>, item: &Item, coming: Coming<'_, '_>, keys: usize, ahead: &mut [Ahead; 2]) {
     let ends = |item: &Item| {
         let (first, last) = (&item.tiles[0], &item.tiles[item.tiles.len() - 1]);
         // The range is empty if the last tile belongs to another head and is earlier.
@@ -471,13 +471,13 @@ fn ask_coming(cx: &Context<'_>, item: &Item, coming: Coming<'_, '_>, keys: usize
     {
         let (sequence, head, queries) = ends(item);
         let at = cx.query_layout(out.o_strides, sequence);
-        out.o.ask(&mut ahead[1], at.at(queries.start, head), at.row, cx.dv, queries.len());
+        out.o.prefetch(&mut ahead[1], at.at(queries.start, head), at.row, cx.dv, queries.len());
     }
     if let Some(next) = coming.next {
         let (sequence, head, queries) = ends(next);
-        cx.ask_keys(sequence, next.kv_head, 0..keys.min(sequence.k_len), ahead);
+        cx.prefetch_keys(sequence, next.kv_head, 0..keys.min(sequence.k_len), ahead);
         if one_head {
-            cx.ask_queries(sequence, head, queries, &mut ahead[0]);
+            cx.prefetch_queries(sequence, head, queries, &mut ahead[0]);
         }
     }
 }
@@ -539,7 +539,7 @@ pub(crate) fn scores(
 ) {
     let stride = queries.lanes.stride;
     if cx.is_modified() {
-        cx.ask_modifier(modifier, (&queries.tile, &queries.lanes), (step, start), ahead);
+        cx.prefetch_modifier(modifier, (&queries.tile, &queries.lanes), (step, start), ahead);
     }
     cx.unit.scores(cx, Products { step, stride, ahead }, k, queries.q, s);
     if step.rest || cx.is_modified() {

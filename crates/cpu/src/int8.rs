@@ -1,6 +1,6 @@
 //! INT8 attention as a unit of the tile loop: codes are made once per call, and products are integer.
 
-use crate::memory::{Arena, Kept, ask, bytes_of};
+use crate::memory::{Arena, Kept, bytes_of, prefetch};
 use crate::pool;
 use crate::simd::{BYTES, GROUP, Hold, Int8Kernels, Integers, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
@@ -68,13 +68,13 @@ const AHEAD: usize = 8;
 
 impl HeadRows<'_> {
     /// Prefetches a later row.
-    fn ask(&self, i: usize) {
+    fn prefetch(&self, i: usize) {
         if i + AHEAD < self.n {
             let at = self.at.at(i + AHEAD, self.head);
             match self.view.data() {
-                Data::F32(x) => ask(&x[at..at + self.dim]),
-                Data::F16(x) => ask(&x[at..at + self.dim]),
-                Data::Bf16(x) => ask(&x[at..at + self.dim]),
+                Data::F32(x) => prefetch(&x[at..at + self.dim]),
+                Data::F16(x) => prefetch(&x[at..at + self.dim]),
+                Data::Bf16(x) => prefetch(&x[at..at + self.dim]),
                 _ => (),
             }
         }
@@ -89,7 +89,7 @@ impl HeadRows<'_> {
     fn each(&self, mut f: impl FnMut(usize, &[f32])) {
         let mut row = vec![0.0; self.dim];
         for i in 0..self.n {
-            self.ask(i);
+            self.prefetch(i);
             self.widen(i, &mut row);
             f(i, &row);
         }
@@ -115,7 +115,7 @@ impl HeadRows<'_> {
         for start in (0..self.n).step_by(chunk.max(1)) {
             let rows = start..(start + chunk).min(self.n);
             for i in rows.clone() {
-                self.ask(i);
+                self.prefetch(i);
                 self.widen(i, &mut row);
                 let (scale, size) = (&mut scales[granularity.scale_of(i)], coding.size(&row, mean));
                 if size == f32::MAX {

@@ -131,7 +131,7 @@ pub(crate) fn halves_of<T: Half>(x: &mut [f32]) -> &mut [T] {
 }
 
 /// Prefetches memory that will be read soon.
-pub(crate) fn ask<T>(x: &[T]) {
+pub(crate) fn prefetch<T>(x: &[T]) {
     #[cfg(target_arch = "x86_64")]
     for line in (0..size_of_val(x)).step_by(LINE) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -143,7 +143,7 @@ pub(crate) fn ask<T>(x: &[T]) {
 
 /// Prefetches memory that will be used later, into the L2 cache. Any address is allowed.
 #[cfg(target_arch = "x86_64")]
-pub(crate) fn ask_bytes(start: *const u8, bytes: usize) {
+pub(crate) fn prefetch_bytes(start: *const u8, bytes: usize) {
     // One more line if the first byte is inside one.
     for line in (0..bytes + start.addr() % LINE).step_by(LINE) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
@@ -154,7 +154,7 @@ pub(crate) fn ask_bytes(start: *const u8, bytes: usize) {
 
 /// Other machines detect sequential lines by themselves.
 #[cfg(not(target_arch = "x86_64"))]
-pub(crate) fn ask_bytes(_: *const u8, _: usize) {}
+pub(crate) fn prefetch_bytes(_: *const u8, _: usize) {}
 
 /// Divides a workspace into parts that start on cache lines.
 pub(crate) struct Arena<'a>(&'a mut [f32]);
@@ -282,7 +282,7 @@ impl<'a> SharedRows<'a> {
     }
 
     /// Prefetches `rows` rows of `n` elements, `row` apart, that will be written soon.
-    pub fn ask(&self, ahead: &mut Ahead, offset: usize, row: usize, n: usize, rows: usize) {
+    pub fn prefetch(&self, ahead: &mut Ahead, offset: usize, row: usize, n: usize, rows: usize) {
         let (start, size) = match self.start {
             Start::F32(p) => (p.cast::<u8>(), 4),
             Start::F16(p) => (p.cast(), 2),

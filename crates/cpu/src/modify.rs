@@ -191,8 +191,8 @@ impl Context<'_> {
         LaneEnv { batch: s.batch, q_len: s.q_len, k_len: s.k_len, q, head }
     }
 
-    /// Has the product of a step's scores ask for what their modifiers read.
-    pub fn ask_modifier(
+    /// Queues prefetches of what the modifiers of a step read; the product of its scores runs them.
+    pub fn prefetch_modifier(
         &self,
         modifier: &mut Modifier<'_>,
         (tile, lanes): (&Tile, &Lanes),
@@ -202,7 +202,7 @@ impl Context<'_> {
         modifier.prepare(self, tile, lanes, 0..lanes.stride);
         let keys = step.hull();
         if let Some(score) = &mut modifier.score {
-            score.ask(origin + keys.start..origin + keys.end, ahead, keys.len() / PRODUCT_ROWS);
+            score.prefetch(origin + keys.start..origin + keys.end, ahead, keys.len() / PRODUCT_ROWS);
         }
     }
 

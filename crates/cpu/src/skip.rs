@@ -310,7 +310,7 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             let head = item.head / cx.problem.group();
             if let Some([last, .., first] | [last @ first]) = spans.peek() {
                 let next_keys = at(first) * block..((at(last) + 1) * block).min(sequence.k_len);
-                cx.ask_keys(sequence, head, next_keys, &mut workspace.ahead);
+                cx.prefetch_keys(sequence, head, next_keys, &mut workspace.ahead);
             }
             let groups = || visits.chunk_by(|a, b| at(a) == at(b));
             let blocks: Vec<PackedBlock<'_, _>> = groups()

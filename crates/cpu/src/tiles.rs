@@ -452,7 +452,7 @@ impl<'a> Context<'a> {
     }
 
     /// Prefetches keys and values.
-    pub fn ask_keys(&self, sequence: &Sequence, kv_head: usize, keys: Range<usize>, ahead: &mut [Ahead; 2]) {
+    pub fn prefetch_keys(&self, sequence: &Sequence, kv_head: usize, keys: Range<usize>, ahead: &mut [Ahead; 2]) {
         for ((view, n), ahead) in [(self.bound.k(), self.d), (self.bound.v(), self.dv)].into_iter().zip(ahead) {
             let at = self.key_layout(view.strides(), sequence);
             ahead.push_rows(&view.data(), at.at(keys.start, kv_head), at.row, n, keys.len());
@@ -460,7 +460,7 @@ impl<'a> Context<'a> {
     }
 
     /// Prefetches queries of one head.
-    pub fn ask_queries(&self, sequence: &Sequence, head: usize, queries: Range<usize>, ahead: &mut Ahead) {
+    pub fn prefetch_queries(&self, sequence: &Sequence, head: usize, queries: Range<usize>, ahead: &mut Ahead) {
         let view = self.bound.q();
         let at = self.query_layout(view.strides(), sequence);
         ahead.push_rows(&view.data(), at.at(queries.start, head), at.row, self.d, queries.len());

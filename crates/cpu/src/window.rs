@@ -119,19 +119,19 @@ pub(crate) fn walk(
             let own = skip.tile_rows(sequence, number);
             let mut ahead = [Ahead::paced(PACE); 2];
             let o_rows = cx.query_layout(out.o_strides, sequence);
-            out.o.ask(&mut ahead[1], o_rows.at(own.start, item.head), o_rows.row, cx.dv, own.len());
+            out.o.prefetch(&mut ahead[1], o_rows.at(own.start, item.head), o_rows.row, cx.dv, own.len());
             // Pack equally many of the next keys with each tile.
             if let Some((next, keys)) = &mut next_keys {
                 let rows = keys.len().div_ceil(item.tiles.len() - i);
                 let (sequence, head) = (&cx.bound.sequences()[next.sequence], next.head / cx.problem.group());
-                cx.ask_keys(sequence, head, keys.start..keys.start + rows, &mut ahead);
+                cx.prefetch_keys(sequence, head, keys.start..keys.start + rows, &mut ahead);
                 keys.start += rows;
             }
             if number + 1 < item.tiles.end {
-                cx.ask_queries(sequence, item.head, skip.tile_rows(sequence, number + 1), &mut ahead[0]);
+                cx.prefetch_queries(sequence, item.head, skip.tile_rows(sequence, number + 1), &mut ahead[0]);
             } else if let Some((next, _)) = next {
                 let sequence = &cx.bound.sequences()[next.sequence];
-                cx.ask_queries(sequence, next.head, skip.tile_rows(sequence, next.tiles.start), &mut ahead[0]);
+                cx.prefetch_queries(sequence, next.head, skip.tile_rows(sequence, next.tiles.start), &mut ahead[0]);
             }
             let mut found = Found::default();
             let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);

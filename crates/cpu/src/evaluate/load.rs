@@ -37,8 +37,8 @@ impl Offsets {
 struct Elements<'a> {
     offsets: &'a Offsets,
     first: i64,
-    /// Whether they have been asked for.
-    asked: bool,
+    /// Whether a product prefetches them.
+    prefetched: bool,
 }
 
 impl Elements<'_> {
@@ -97,15 +97,16 @@ impl Evaluator<'_> {
         self.known[i] = Some(Box::new(Known { offsets, keys }));
     }
 
-    /// Has a product of so many blocks ask for the elements that the tile's next keys read, if they are in rows far apart:
-    /// the hardware does not foresee these.
-    pub fn ask(&mut self, keys: Range<usize>, ahead: &mut Ahead, blocks: usize) {
-        let steps = self.plan.program.steps().iter().zip(&self.known);
-        let rows = steps.filter_map(|(step, known)| match (step, known.as_deref()) {
-            (Step::Load(tensor, _), Some(known)) => Some((&self.aux[*tensor], &known.offsets)),
+    /// Queues prefetches of the elements that these keys of the tile read, if their rows are far apart: the hardware
+    /// prefetcher misses such rows. The product that comes before the evaluation runs them, spread over its `blocks`. It has
+    /// room for one load; others prefetch while they read.
+    pub fn prefetch(&mut self, keys: Range<usize>, ahead: &mut Ahead, blocks: usize) {
+        let steps = self.plan.program.steps().iter().zip(&self.known).enumerate();
+        let rows = steps.filter_map(|(i, (step, known))| match (step, known.as_deref()) {
+            (Step::Load(tensor, _), Some(known)) => Some((i, &self.aux[*tensor], &known.offsets)),
             _ => None,
         });
-        for (view, offsets) in rows {
+        for (i, view, offsets) in rows {
             let (Some(pace), Some(step @ (1 | -1))) = (offsets.pace, offsets.step) else { continue };
             if pace.unsigned_abs() <= keys.len() as u64 {
                 continue;
@@ -119,7 +120,8 @@ impl Evaluator<'_> {
             };
             let start = start.wrapping_offset(((offsets.starts[0] + lowest) * size) as isize);
             ahead.soon(start, [(pace * size) as usize, keys.len() * size as usize], self.lanes, blocks);
-            self.asked = true;
+            self.prefetched = Some(i);
+            return;
         }
     }
 
@@ -137,8 +139,10 @@ impl Evaluator<'_> {
         let inside = known.as_deref().filter(|own| own.keys.start <= first && first + at.n as i64 <= own.keys.end);
         let own = if inside.is_some() { None } else { self.block_offsets(tensor, index, lanes, at) };
         let elements = match (inside, &own) {
-            (Some(known), _) => Some(Elements { offsets: &known.offsets, first, asked: self.asked }),
-            (None, Some(offsets)) => Some(Elements { offsets, first: 0, asked: false }),
+            (Some(known), _) => {
+                Some(Elements { offsets: &known.offsets, first, prefetched: self.prefetched == Some(i) })
+            }
+            (None, Some(offsets)) => Some(Elements { offsets, first: 0, prefetched: false }),
             (None, None) => None,
         };
         if let Some(elements) = elements {
@@ -319,7 +323,14 @@ unsafe fn load_adjacent<S: Simd, T: SimdElement>(
             (_, 1 | -1) => {
                 let (to, mut starts) = (Plane { data: out, stride: lanes }, [0; MAX_LANES]);
                 starts.iter_mut().enumerate().take(lanes).for_each(|(lane, o)| *o = elements.start(lane) as usize);
-                turned::<S, T>(data.as_ptr(), &starts[..lanes], (step == -1, elements.asked), to, n, (scratch, KEYS));
+                turned::<S, T>(
+                    data.as_ptr(),
+                    &starts[..lanes],
+                    (step == -1, elements.prefetched),
+                    to,
+                    n,
+                    (scratch, KEYS),
+                );
                 true
             }
             _ => false,

@@ -95,8 +95,8 @@ pub(crate) struct Evaluator<'a> {
     columns: Vec<[u32; KEYS]>,
     blocks: Vec<Vec<u32>>,
     scratch: Vec<f32>,
-    /// Whether a product has asked for the elements of the tile's loads.
-    asked: bool,
+    /// The load whose elements a product prefetches for this tile.
+    prefetched: Option<usize>,
 }
 
 impl<'a> Evaluator<'a> {
@@ -116,7 +116,7 @@ impl<'a> Evaluator<'a> {
             columns: vec![[0; KEYS]; steps],
             blocks: vec![vec![0; KEYS * MAX_LANES]; plan.blocks],
             scratch: vec![0.0; MAX_LANES * KEYS],
-            asked: false,
+            prefetched: None,
         }
     }
 
@@ -134,7 +134,7 @@ impl<'a> Evaluator<'a> {
     pub fn prepare(&mut self, env: &LaneEnv<'_>) {
         let lanes = env.q.len();
         assert!(lanes <= MAX_LANES && env.head.len() == lanes, "lanes of the tile");
-        (self.lanes, self.asked) = (lanes, false);
+        (self.lanes, self.prefetched) = (lanes, None);
         let nothing = Cells { first: 0, n: 1, s: Plane { data: std::ptr::null(), stride: 0 }, out: None };
         for (i, step) in self.plan.program.steps().iter().enumerate() {
             if self.plan.axes[i].keys {

@@ -119,7 +119,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
             for (chunk, kept) in states.chunks_exact_mut(size).enumerate() {
                 kept.copy_from_slice(state);
                 work.ahead = Ahead::paced(PACE);
-                cx.ask(&mut work.ahead, &at, (chunk + 1) * CHUNK, Need::State, true);
+                cx.prefetch(&mut work.ahead, &at, (chunk + 1) * CHUNK, Need::State, true);
                 shared.load(cx, s, key_head, chunk * CHUNK, Need::State, &mut work.ahead);
                 work.chunk(cx, &shared, &at, chunk * CHUNK, state, Need::State);
             }

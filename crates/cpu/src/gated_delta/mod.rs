@@ -145,23 +145,23 @@ impl<'a> Context<'a> {
     }
 
     /// Prefetches the rows of v of a chunk, and those of k (and q for outputs) if `keys` says that they are new.
-    fn ask(&self, ahead: &mut Ahead, at: &ValueHead<'_>, first: usize, need: chunk::Need, keys: bool) {
+    fn prefetch(&self, ahead: &mut Ahead, at: &ValueHead<'_>, first: usize, need: chunk::Need, keys: bool) {
         if first >= at.sequence.len {
             return;
         }
         let n = CHUNK.min(at.sequence.len - first);
-        let mut ask = |view: &TensorView<'_>, head: usize, width: usize| {
+        let mut prefetch = |view: &TensorView<'_>, head: usize, width: usize| {
             let rows = self.bound.row_layout(view.strides(), at.sequence);
             ahead.push_rows(&view.data(), rows.at(first, head), rows.row, width, n);
         };
         let key_head = at.head / self.problem.group();
         if keys {
-            ask(self.bound.k(), key_head, self.kd);
+            prefetch(self.bound.k(), key_head, self.kd);
         }
         if keys && need == chunk::Need::Outputs {
-            ask(self.bound.q(), key_head, self.kd);
+            prefetch(self.bound.q(), key_head, self.kd);
         }
-        ask(self.bound.v(), at.head, self.vd);
+        prefetch(self.bound.v(), at.head, self.vd);
     }
 
     /// Loads rows of v or d_o of a value head as f32 `[row][width]`, padded with zeros.
@@ -320,14 +320,14 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Segmentation, starts: &[f32], 
                 *ahead = Ahead::paced(PACE);
                 if !out.o.is_large() {
                     let rows = cx.bound.row_layout(out.o_strides, s);
-                    out.o.ask(ahead, rows.at(first, head), rows.row, cx.vd, CHUNK.min(s.len - first));
+                    out.o.prefetch(ahead, rows.at(first, head), rows.row, cx.vd, CHUNK.min(s.len - first));
                 }
                 if head + 1 < item.heads.end {
                     let new = (head + 1) / cx.problem.group() != key_head;
-                    cx.ask(ahead, &ValueHead { head: head + 1, ..at }, first, chunk::Need::Outputs, new);
+                    cx.prefetch(ahead, &ValueHead { head: head + 1, ..at }, first, chunk::Need::Outputs, new);
                 } else {
                     let next = ValueHead { head: item.heads.start, ..at };
-                    cx.ask(ahead, &next, first + CHUNK, chunk::Need::Outputs, true);
+                    cx.prefetch(ahead, &next, first + CHUNK, chunk::Need::Outputs, true);
                 }
                 if loaded.replace(key_head) != Some(key_head) {
                     pass.load(cx, s, key_head, first, true);

@@ -163,7 +163,7 @@ fn end_of(cx: &Context<'_>, at: &ValueHead<'_>, segment: &Segment, way: Way, sta
         };
         for chunk in chunks {
             *pass.ahead() = Ahead::paced(PACE);
-            cx.ask(pass.ahead(), at, (chunk + 1) * CHUNK, Need::State, true);
+            cx.prefetch(pass.ahead(), at, (chunk + 1) * CHUNK, Need::State, true);
             pass.load(cx, at.sequence, at.head / cx.problem.group(), chunk * CHUNK, false);
             pass.chunk(cx, at, chunk * CHUNK, both, None);
         }

@@ -257,7 +257,7 @@ pub(super) unsafe fn multiply<const A: usize, const B: usize, const STORED: usiz
         let _shaped = hold();
         for i in (0..m).step_by(2) {
             for j in (0..n).step_by(2) {
-                ahead.ask::<Avx512>();
+                ahead.prefetch::<Avx512>();
                 let (rows, columns) = ((m - i).min(2), (n - j).min(2));
                 let (a, b) = (a.add(i * a_pitch), b.add(j * b_pitch));
                 let block = BlockOffsets {

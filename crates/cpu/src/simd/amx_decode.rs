@@ -34,7 +34,7 @@ fn hold([rows, columns]: [usize; 2]) -> Hold {
 }
 
 /// Prefetches a line of each stream, this many bytes after the first: `ahead` is the first stream, `last` the fourth.
-macro_rules! ask {
+macro_rules! prefetch {
     ($bytes:literal) => {
         concat!(
             "prefetcht1 [{ahead} + ",
@@ -71,10 +71,10 @@ unsafe fn scores(q: *const f32, columns: usize, k: *const bf16, row: usize, d: u
                 "2:",
                 "tileloadd tmm1, [{q} + {line}*1]",
                 "tileloadd tmm2, [{k} + {row}*1]",
-                ask!("0"),
-                ask!("64"),
-                ask!("128"),
-                ask!("192"),
+                prefetch!("0"),
+                prefetch!("64"),
+                prefetch!("128"),
+                prefetch!("192"),
                 "tdpbf16ps tmm0, tmm2, tmm1",
                 "add {q}, {tile}",
                 "add {k}, 64",
@@ -219,7 +219,7 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, [queries, rows
     // SAFETY: inside the extents (caller).
     unsafe {
         let quarter = args.prefetch.lines() / 4;
-        let mut ask = || args.prefetch.ask::<Avx512>(quarter);
+        let mut prefetch = || args.prefetch.issue::<Avx512>(quarter);
         let (scale, log2_e) = (_mm512_set1_ps(args.scale), _mm512_set1_ps(LOG2_E));
         let mut x = [_mm512_setzero_ps(); N];
         // The second operand where one is NaN: NaN does not raise the maximum.
@@ -228,7 +228,7 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, [queries, rows
             *x = _mm512_mul_ps(_mm512_loadu_ps(args.s.as_ptr().add(16 * i)), scale);
             tops[i % 2] = _mm512_max_ps(*x, tops[i % 2]);
         }
-        ask();
+        prefetch();
         let mut top = _mm512_max_ps(tops[0], tops[1]);
         top = _mm512_max_ps(top, _mm512_shuffle_f32x4::<0b01_00_11_10>(top, top));
         if columns == 4 {
@@ -252,7 +252,7 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, [queries, rows
             m = raised;
             _mm512_storeu_ps(args.m.as_mut_ptr(), m);
         }
-        ask();
+        prefetch();
         // m is -inf in a row that has seen no key: subtract 0 there, not inf - inf.
         let seen = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(m, _mm512_set1_ps(f32::NEG_INFINITY));
         let shift = _mm512_maskz_mov_ps(seen, m);
@@ -263,7 +263,7 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, [queries, rows
                 sum = _mm512_add_ps(sum, p);
                 bits[i - half * N / 2] = rounded(p);
             }
-            ask();
+            prefetch();
             for (row, bits) in (0..queries).zip(rows_of::<N>(&bits)) {
                 store_weights(args.weights.as_mut_ptr().add((half * 2 * rows + row) * 16), rows, bits);
             }
@@ -300,16 +300,16 @@ unsafe fn output(
             "2:",
             "tileloadd tmm3, [{o} + {line}*1]",
             "tileloadd tmm2, [{v0} + {row}*1]",
-            ask!("0"),
-            ask!("64"),
-            ask!("128"),
+            prefetch!("0"),
+            prefetch!("64"),
+            prefetch!("128"),
             "add {ahead}, {step}",
             "add {last}, {step}",
             "tdpbf16ps tmm3, tmm4, tmm2",
             "tileloadd tmm2, [{v1} + {row}*1]",
-            ask!("0"),
-            ask!("64"),
-            ask!("128"),
+            prefetch!("0"),
+            prefetch!("64"),
+            prefetch!("128"),
             "add {ahead}, {step}",
             "add {last}, {step}",
             "tdpbf16ps tmm3, tmm5, tmm2",

@@ -358,7 +358,7 @@ pub(super) unsafe fn pipeline<const DEPTH: usize>(
                         waiting.inspect(|own| own.finish::<DEPTH>(0, &mut ahead[1]));
                         return strip.position(block);
                     };
-                    ahead[stage % 2].ask::<Avx512>();
+                    ahead[stage % 2].prefetch::<Avx512>();
                     // Past the last keys, repeat them: nothing reads their scores.
                     let follower = strips.get(i + 1);
                     let first_of = |block: usize| args.blocks[block].k.as_ptr();

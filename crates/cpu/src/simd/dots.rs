@@ -206,9 +206,9 @@ unsafe fn multiply_pairs<const A: usize, const B: usize, const STORED: usize>(
     ahead: &mut Ahead,
 ) {
     // SAFETY: as promised.
-    let ask = || unsafe { ahead.ask::<Avx512>() };
+    let prefetch = || unsafe { ahead.prefetch::<Avx512>() };
     // SAFETY: as promised.
-    unsafe { multiply::<Pairs, A, B, STORED>((c, ldc), (a, a_pitch), (b, b_pitch), size, add, ask) }
+    unsafe { multiply::<Pairs, A, B, STORED>((c, ldc), (a, a_pitch), (b, b_pitch), size, add, prefetch) }
 }
 
 /// # Safety

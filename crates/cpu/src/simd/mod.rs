@@ -128,7 +128,7 @@ pub(crate) unsafe trait Simd: Copy {
     /// 2^t with the given coefficients of 2^r on [0, 1), lowest first: 0 below `least`, infinite above 128. `least` is
     /// at least [`LEAST`].
     unsafe fn exp2_above<const N: usize>(t: Self::V, coefficients: &[f32; N], least: f32) -> Self::V;
-    /// The same for all normal results.
+    /// 2^t as [`exp2_above`](Self::exp2_above) computes it, 0 only where the result would be subnormal.
     #[inline(always)]
     unsafe fn exp2<const N: usize>(t: Self::V, coefficients: &[f32; N]) -> Self::V {
         // SAFETY: passed on.

@@ -40,22 +40,22 @@ impl Prefetch {
     /// # Safety
     /// As for [`Simd`].
     #[inline(always)]
-    pub(super) unsafe fn ask<S: Simd>(&mut self, lines: usize) {
+    pub(super) unsafe fn issue<S: Simd>(&mut self, lines: usize) {
         let (at, apart) = (self.at, self.apart);
         // SAFETY: passed on; a prefetch may name any address.
-        let ask = |at: *const u8, stream: usize| unsafe { S::prefetch(at.wrapping_add(stream * apart)) };
+        let prefetch = |at: *const u8, stream: usize| unsafe { S::prefetch(at.wrapping_add(stream * apart)) };
         if self.lines == 0 {
             return;
         }
         if lines.is_multiple_of(STREAMS) {
             // The usual case, known where this is inlined: no turns to remember.
             for round in 0..lines / STREAMS {
-                (0..STREAMS).for_each(|stream| ask(at.wrapping_add(round * LINE), stream));
+                (0..STREAMS).for_each(|stream| prefetch(at.wrapping_add(round * LINE), stream));
             }
             self.at = at.wrapping_add(lines / STREAMS * LINE);
         } else {
             for _ in 0..lines {
-                ask(self.at, self.turn);
+                prefetch(self.at, self.turn);
                 self.turn = (self.turn + 1) % STREAMS;
                 self.at = self.at.wrapping_add(if self.turn == 0 { LINE } else { 0 });
             }

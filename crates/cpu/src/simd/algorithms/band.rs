@@ -195,7 +195,7 @@ unsafe fn scores<S: Simd, const MR: usize, const NV: usize>(
         let mut sums = [[S::splat(0.0); NV]; MR];
         let (mut k, mut q) = (k, q);
         for first in (0..d).step_by(ASK) {
-            ahead.ask::<S>();
+            ahead.prefetch::<S>();
             for _ in 0..(d.min(first + ASK) - first) / 4 {
                 four::<S, MR, NV>(&mut sums, &mut k, &mut q);
             }
@@ -261,7 +261,7 @@ pub(in crate::simd) unsafe fn band_output<S: Simd, const MR: usize, const NV: us
     // SAFETY: rows up to `rows` and NV vectors of columns are inside.
     unsafe {
         while row + MR <= last {
-            args.ahead.ask::<S>();
+            args.ahead.prefetch::<S>();
             output_rows::<S, MR, NV>(args, row, column);
             row += MR;
         }

@@ -52,7 +52,7 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: SimdElement, const R: usize, cons
                 *x = (S::load(at), S::load(at.add(S::LANES)));
             }
             // Prefetch as many lines as are read.
-            prefetch.ask::<S>((K * 2 * S::LANES * size_of::<T>()).div_ceil(LINE));
+            prefetch.issue::<S>((K * 2 * S::LANES * size_of::<T>()).div_ceil(LINE));
             for (j, sum) in sums.iter_mut().enumerate() {
                 let (a, b) = T::pair::<S>(k.add(j * row + i));
                 for r in 0..R {
@@ -120,7 +120,7 @@ pub(in crate::simd) unsafe fn combine<S: Simd, T: SimdElement, const R: usize, c
             if V == 1 {
                 values[0] = T::vector::<S>(v.add(j * row));
             } else {
-                prefetch.ask::<S>((V * S::LANES * size_of::<T>()).div_ceil(LINE));
+                prefetch.issue::<S>((V * S::LANES * size_of::<T>()).div_ceil(LINE));
                 for z in 0..V / 2 {
                     (values[2 * z], values[2 * z + 1]) = T::pair::<S>(v.add(j * row + 2 * z * S::LANES));
                 }

@@ -141,7 +141,7 @@ impl Ahead {
     pub fn take(&mut self, rows: usize) {
         for _ in 0..rows {
             let Some(stream) = self.streams.iter_mut().find(|s| s.rows > 0) else { return };
-            crate::memory::ask_bytes(stream.start, stream.bytes);
+            crate::memory::prefetch_bytes(stream.start, stream.bytes);
             stream.start = stream.start.wrapping_add(stream.row_bytes);
             stream.rows -= 1;
         }
@@ -150,14 +150,14 @@ impl Ahead {
     /// # Safety
     /// As for [`Simd`].
     #[inline(always)]
-    pub(in crate::simd) unsafe fn ask<S: Simd>(&mut self) {
+    pub(in crate::simd) unsafe fn prefetch<S: Simd>(&mut self) {
         // SAFETY: passed on.
         unsafe {
             if self.soon.rows > 0 {
-                self.soon.ask::<S>(self.soon_pace);
+                self.soon.prefetch::<S>(self.soon_pace);
             }
             if let Some(stream) = self.streams.iter_mut().find(|stream| stream.rows > 0) {
-                stream.ask::<S>(self.pace);
+                stream.prefetch::<S>(self.pace);
             }
         }
     }
@@ -169,7 +169,7 @@ impl Stream {
     /// # Safety
     /// As for [`Simd`].
     #[inline(always)]
-    unsafe fn ask<S: Simd>(&mut self, rows: usize) {
+    unsafe fn prefetch<S: Simd>(&mut self, rows: usize) {
         for _ in 0..rows.min(self.rows) {
             for line in (0..self.bytes).step_by(64) {
                 // SAFETY: passed on; a prefetch may name any address.
@@ -205,7 +205,7 @@ pub(in crate::simd) unsafe fn block<S: Simd, const MR: usize, const NV: usize, c
         let row = |i: usize| if TRANSPOSED { a.add(i) } else { a.add(i * lda) };
         let mut i = 0;
         for _ in 0..blocks {
-            ahead.ask::<S>();
+            ahead.prefetch::<S>();
             micro::<S, MR, NV, TRANSPOSED>(c.add(i * ldc), ldc, row(i), lda, b, ldb, k, add);
             i += MR;
         }

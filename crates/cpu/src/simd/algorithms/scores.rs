@@ -242,7 +242,7 @@ unsafe fn capped_with<S: Simd, const P: usize, const Q: usize>(
 }
 
 /// Turns rows into lanes: `out[key][lane]` is element `key` of the row that begins at `starts[lane]`, or, with
-/// `descending`, the element so far before it. With `asked`, the rows are on their way already. `scratch` has room for
+/// `descending`, the element so far before it. With `prefetched`, a product has prefetched the rows. `scratch` has room for
 /// `LANES` rows of `room` elements.
 ///
 /// # Safety
@@ -251,7 +251,7 @@ unsafe fn capped_with<S: Simd, const P: usize, const Q: usize>(
 pub(crate) unsafe fn turned<S: Simd, T: SimdElement>(
     data: *const T,
     starts: &[usize],
-    (descending, asked): (bool, bool),
+    (descending, prefetched): (bool, bool),
     out: Plane<*mut f32>,
     keys: usize,
     (scratch, room): (&mut [f32], usize),
@@ -263,8 +263,8 @@ pub(crate) unsafe fn turned<S: Simd, T: SimdElement>(
         for (z, starts) in starts.chunks_exact(S::LANES).enumerate() {
             for (lane, &start) in starts.iter().enumerate() {
                 let row = to.add(lane * room);
-                if !asked {
-                    // Rows are far apart, which the hardware does not foresee: ask for the block after the next.
+                if !prefetched {
+                    // The hardware prefetcher misses rows that are far apart: prefetch the block after the next.
                     let far = if descending { -2 } else { 2 } * room as isize;
                     let ahead = data.wrapping_add(start).wrapping_offset(far);
                     S::prefetch(ahead.cast());

@@ -66,7 +66,7 @@ unsafe fn fold(tile: &Tile<'_>, q: &[i16], [low, high]: &mut [[i8; MOST]; 2]) ->
 
 /// Prefetches lines of the next tile while those of this one are read; any address is allowed.
 #[inline]
-fn ask(line: *const Line, ahead: usize) {
+fn prefetch(line: *const Line, ahead: usize) {
     // SAFETY: prefetching never faults.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(ahead).cast()) }
 }
@@ -87,7 +87,7 @@ unsafe fn dots_of<const BITS: u32, const PLANES: usize, const Q: usize>(
             // SAFETY: a tile has `rows` lines for each group of tokens (contract).
             let mut raw = [0, 1].map(|group| unsafe {
                 let line = tile.lines.as_ptr().add((2 * pair + group) * rows + row);
-                ask(line, next);
+                prefetch(line, next);
                 _mm512_load_si512(line.cast())
             });
             for plane in 0..PLANES {
@@ -160,7 +160,7 @@ unsafe fn sums_of<const BITS: u32, const PLANES: usize, const Q: usize>(
             // SAFETY: a block of a tile has 16 lines (contract).
             let mut raw = unsafe {
                 let line = tile.lines.as_ptr().add(block * 16 + four);
-                ask(line, next);
+                prefetch(line, next);
                 _mm512_load_si512(line.cast())
             };
             for plane in 0..PLANES {
