@@ -5,7 +5,7 @@
 //! machine decides when that work happens and whether it was in time.
 
 use crate::inst::{Arg, Base, Op, Reg, Space};
-use crate::product::Product;
+use crate::product::{Lanes, Number, Product, mma_sync};
 use crate::tcgen05::{CtaGroup, TensorAction};
 
 /// Threads of a warp.
@@ -325,6 +325,11 @@ pub trait Machine {
     fn transfer(&mut self, lane: u32, what: Transfer);
     /// Starts a product of the warpgroup.
     fn product(&mut self, what: Product);
+    /// The result of a warp's product, indexed as in [`mma_sync`], which defines it. A machine may have a faster way to the
+    /// same bits.
+    fn warp_product(&mut self, numbers: [Number; 3], [a, b, c]: [&[Lanes]; 3]) -> Vec<Lanes> {
+        mma_sync(numbers, a, b, c)
+    }
     /// Operates on tensor memory, or on the queue of its products.
     fn tensor(&mut self, lane: u32, what: TensorAction);
     /// Reads consecutive columns of tensor memory, from the address that each lane gives, one register to a column.

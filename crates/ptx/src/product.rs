@@ -372,29 +372,35 @@ fn accumulate(
     })
 }
 
-/// D = A B + C of one warp, 16 rows and 8 columns. Operands and result are indexed by lane and register. `numbers` are
-/// the types of D and C, of A, and of B.
-pub fn mma_sync(numbers: [Number; 3], a: &[Vec<u32>], b: &[Vec<u32>], c: &[Vec<u32>]) -> Vec<Vec<u32>> {
+/// Inner index and column of element `e` of register `i` of a lane's right operand of `mma.sync`.
+pub const fn right_element(lane: u32, i: u32, e: u32, bytes: u32) -> (u32, u32) {
+    (4 / bytes * (lane % 4) + e + 16 / bytes * i, lane / 4)
+}
+
+/// A register of every lane of a warp.
+pub type Lanes = [u32; 32];
+
+/// D = A B + C of one warp, 16 rows and 8 columns: the definition. Operands and result are indexed by register and lane.
+/// `numbers` are the types of D and C, of A, and of B.
+pub fn mma_sync(numbers: [Number; 3], a: &[Lanes], b: &[Lanes], c: &[Lanes]) -> Vec<Lanes> {
     let [_, number_a, number_b] = numbers;
     let (bytes, depth) = (number_a.bytes(), number_a.depth());
     let (mut left, mut right) = (vec![vec![0.0; depth as usize]; 16], vec![vec![0.0; depth as usize]; 8]);
-    for lane in 0..32u32 {
-        for e in 0..4 / bytes {
-            for (i, &word) in a[lane as usize].iter().enumerate() {
-                let (row, inner) = left_element(lane, i as u32, e, bytes);
-                left[row as usize][inner as usize] = model::decode(word >> (8 * bytes * e), number_a);
-            }
-            for (i, &word) in b[lane as usize].iter().enumerate() {
-                let inner = 4 / bytes * (lane % 4) + e + 16 / bytes * i as u32;
-                right[(lane / 4) as usize][inner as usize] = model::decode(word >> (8 * bytes * e), number_b);
-            }
+    for (lane, e) in (0..32).flat_map(|lane| (0..4 / bytes).map(move |e| (lane, e))) {
+        for (i, words) in a.iter().enumerate() {
+            let (row, inner) = left_element(lane, i as u32, e, bytes);
+            left[row as usize][inner as usize] = model::decode(words[lane as usize] >> (8 * bytes * e), number_a);
+        }
+        for (i, words) in b.iter().enumerate() {
+            let (inner, col) = right_element(lane, i as u32, e, bytes);
+            right[col as usize][inner as usize] = model::decode(words[lane as usize] >> (8 * bytes * e), number_b);
         }
     }
     let factors = |row: u32, col: u32| -> Vec<[f64; 2]> {
         left[row as usize].iter().zip(&right[col as usize]).map(|(&x, &y)| [x, y]).collect()
     };
-    let add = |lane: u32, i: usize| accumulate(c[lane as usize][i], numbers, false, lane, i as u32, &factors);
-    (0..32u32).map(|lane| (0..c[lane as usize].len()).map(|i| add(lane, i)).collect()).collect()
+    let add = |lane: usize, i: usize| accumulate(c[i][lane], numbers, false, lane as u32, i as u32, &factors);
+    (0..c.len()).map(|i| std::array::from_fn(|lane| add(lane, i))).collect()
 }
 
 #[cfg(test)]

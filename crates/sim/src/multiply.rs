@@ -10,7 +10,7 @@ use crate::world::{SHARED_BASE, Warp};
 use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::Reg;
 use fulgurite_ptx::model;
-use fulgurite_ptx::product::{Descriptor, Major, Product, accumulator_element};
+use fulgurite_ptx::product::{Descriptor, Lanes, Major, Product, accumulator_element, left_element, right_element};
 use fulgurite_ptx::tcgen05::ProductKind;
 use fulgurite_ptx::{bf16, f16};
 
@@ -284,6 +284,42 @@ impl<'a> Rows<'a> {
     }
 }
 
+/// The product of a warp by the fast path; `None` if its types have none. [`mma_sync`](fulgurite_ptx::product::mma_sync)
+/// defines it and says how operands are indexed.
+pub(crate) fn of_warp(numbers: [Number; 3], [a, b, c]: [&[Lanes]; 3]) -> Option<Vec<Lanes>> {
+    let [to, number_a, number_b] = numbers;
+    if number_a.bytes() != 2 || number_b != number_a || to != Number::F32 {
+        return None;
+    }
+    // Transposed: a sum works on all columns of its right operand at once, and A has more rows than B has columns.
+    let (mut left, mut right) = (Matrix::new(8, DEPTH), Matrix::new(16, DEPTH));
+    for (lane, e) in (0..32).flat_map(|lane| [(lane, 0), (lane, 1)]) {
+        let element = |words: &Lanes| model::decode(words[lane as usize] >> (16 * e), number_a);
+        for (i, words) in a.iter().enumerate() {
+            let (row, inner) = left_element(lane, i as u32, e, 2);
+            right.set(row as usize, inner as usize, element(words));
+        }
+        for (i, words) in b.iter().enumerate() {
+            let (inner, col) = right_element(lane, i as u32, e, 2);
+            left.set(col as usize, inner as usize, element(words));
+        }
+    }
+    let mut cells = [[0; 16]; 8];
+    let places = || (0..32).flat_map(|lane| (0..c.len()).map(move |i| (lane, i)));
+    for (lane, i) in places() {
+        let (row, col) = accumulator_element(lane, i as u32);
+        cells[col as usize][row as usize] = c[i][lane as usize];
+    }
+    let mut rows = Rows::new([&left, &right], [to, number_b, number_a], 16, None);
+    cells.iter_mut().enumerate().for_each(|(col, cells)| rows.multiply(col, true, cells));
+    let mut d = c.to_vec();
+    for (lane, i) in places() {
+        let (row, col) = accumulator_element(lane, i as u32);
+        d[i][lane as usize] = cells[col as usize][row as usize];
+    }
+    Some(d)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -291,7 +327,7 @@ mod tests {
     use crate::world::Register;
     use fulgurite_ptx::inst::Class;
     use fulgurite_ptx::kernel::{Kernel, Target};
-    use fulgurite_ptx::product::{Left, TileShape};
+    use fulgurite_ptx::product::{Left, TileShape, mma_sync};
     use std::sync::Arc;
 
     fn draw(random: &mut Random, number: Number, spread: f64) -> u16 {
@@ -300,6 +336,39 @@ mod tests {
         let x = ((bits & 0xff) as f64 + 1.0) / 64.0 * scale * if bits >> 59 & 1 == 1 { -1.0 } else { 1.0 };
         let x = if bits >> 60 == 0 { 0.0 } else { x };
         if number == Number::F16 { f16::from_f64(x).to_bits() } else { bf16::from_f64(x).to_bits() }
+    }
+
+    /// Products of a warp, with special values, equal the definition bit for bit.
+    #[test]
+    fn products_of_a_warp_equal_their_definition() {
+        let mut random = Random::new(5);
+        for round in 0..200 {
+            let number = [Number::F16, Number::Bf16][round % 2];
+            let spread = [4.0, 20.0, 60.0][round % 3];
+            let mut half = |i: usize| match (round % 7, i) {
+                (0, 17) => 0x7f80,
+                (0, 40) => 0x7fff,
+                (1, 3) => 0x0001,
+                _ => draw(&mut random, number, spread),
+            };
+            let mut operand = |registers: usize| -> Vec<Lanes> {
+                (0..registers)
+                    .map(|i| std::array::from_fn(|lane| u32::from(half(i + lane)) | u32::from(half(lane)) << 16))
+                    .collect()
+            };
+            let (a, b) = (operand(4), operand(2));
+            let c: Vec<Lanes> = (0..4)
+                .map(|_| std::array::from_fn(|_| u32::from(draw(&mut random, Number::Bf16, spread)) << 16))
+                .collect();
+            let numbers = [Number::F32, number, number];
+            let got = of_warp(numbers, [&a, &b, &c]).unwrap();
+            for (i, (got, want)) in got.iter().zip(mma_sync(numbers, &a, &b, &c)).enumerate() {
+                for (lane, (got, want)) in got.iter().zip(want).enumerate() {
+                    let (x, y) = (f32::from_bits(*got), f32::from_bits(want));
+                    assert!(*got == want || x.is_nan() && y.is_nan(), "round {round}, {i} {lane}: {x} and {y}");
+                }
+            }
+        }
     }
 
     /// Whole products, of both layouts and with special values, equal `Product::run` bit for bit.

@@ -16,6 +16,7 @@
 use crate::clock::{Clock, Comp, Part};
 use fulgurite_ptx::Swizzle;
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 /// The path by which an access reaches memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +59,26 @@ pub(crate) struct Ledger {
     completions: Vec<Vec<(Comp, u32)>>,
     /// Sets of reads, and the set that results when an access joins one.
     sets: Vec<Vec<u32>>,
-    joined: HashMap<(u32, u32), u32>,
+    joined: HashMap<(u32, u32), u32, BuildHasherDefault<PairHasher>>,
+}
+
+/// A hash of two indices. They come from the simulator itself, so nobody can choose them to collide.
+#[derive(Default)]
+pub(crate) struct PairHasher(u64);
+
+impl Hasher for PairHasher {
+    fn finish(&self) -> u64 {
+        self.0 ^ self.0 >> 32
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u32(byte.into()));
+    }
+
+    fn write_u32(&mut self, index: u32) {
+        // 2^64 divided by the golden ratio: neighbouring indices are spread over all bits.
+        self.0 = (self.0.rotate_left(32) ^ u64::from(index)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
 }
 
 /// Bytes per cell.
@@ -146,7 +166,7 @@ impl Ledger {
             mask: 0,
             swizzle: None,
         };
-        Ledger { accesses: vec![nobody], completions: Vec::new(), sets: vec![Vec::new()], joined: HashMap::new() }
+        Ledger { accesses: vec![nobody], completions: Vec::new(), sets: vec![Vec::new()], joined: HashMap::default() }
     }
 
     /// A new completion that no agent knows of yet.

@@ -4,16 +4,18 @@
 use crate::clock::Part;
 use crate::finding::Fault;
 use crate::meet;
+use crate::multiply;
 use crate::shadow::{Memo, Toucher};
 use crate::world::{
     Cluster, FULL, PARAM_BASE, PARAM_STRIDE, SHARED_BASE, Status, WINDOW, Wait, Warp, World, access_of,
 };
+use fulgurite_ptx::Number;
 use fulgurite_ptx::device::Value;
 use fulgurite_ptx::inst::{Class, Op, Reg, Space};
 use fulgurite_ptx::machine::{
     Fence, Group, Machine, Mbarrier, Meeting, MemoryAddress, Order, Queue, Special, Transfer, lanes,
 };
-use fulgurite_ptx::product::Product;
+use fulgurite_ptx::product::{Lanes, Product, mma_sync};
 use fulgurite_ptx::tcgen05::TensorAction;
 
 /// A warp that executes an instruction.
@@ -175,6 +177,9 @@ impl View<'_, '_> {
 
     /// Acquires the knowledge released at an address, before a read.
     fn acquire(&mut self, address: u64, order: Order) {
+        if order == Order::Weak {
+            return;
+        }
         let Some(released) = self.world.words.get(&address) else { return };
         match order {
             Order::Acquire(_) | Order::AcquireRelease(_) => self.warp.clock.join(released),
@@ -182,7 +187,7 @@ impl View<'_, '_> {
                 let cluster = self.cluster.id;
                 self.warp.seen.get_or_insert_with(|| crate::clock::Clock::new(cluster)).join(released);
             }
-            Order::Weak => {}
+            Order::Weak => unreachable!("bug in fulgurite: a weak access acquires nothing"),
         }
     }
 
@@ -490,6 +495,9 @@ impl Machine for View<'_, '_> {
     }
     fn product(&mut self, what: Product) {
         self.issue_product(what);
+    }
+    fn warp_product(&mut self, numbers: [Number; 3], [a, b, c]: [&[Lanes]; 3]) -> Vec<Lanes> {
+        multiply::of_warp(numbers, [a, b, c]).unwrap_or_else(|| mma_sync(numbers, a, b, c))
     }
     fn tensor(&mut self, lane: u32, what: TensorAction) {
         self.act_on_tensor(lane, what);

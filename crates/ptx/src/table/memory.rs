@@ -27,10 +27,12 @@ const fn bytes(class: Class) -> u32 {
 
 /// Reads the registers of operand 0 from the address in operand 1.
 pub(super) fn load(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
+    let size = bytes(op.list(0)[0].class) as usize;
+    let mut data = vec![0; size * op.list(0).len()];
     for lane in lanes(m.active()) {
         let start = address(m, lane, op, 1);
-        let size = bytes(op.list(0)[0].class) as usize;
-        let mut data = vec![0; size * op.list(0).len()];
+        // A machine leaves what it cannot read as it is.
+        data.fill(0);
         m.load(lane, MemoryAddress { space, address: start }, order, &mut data);
         for (&reg, part) in op.list(0).iter().zip(data.chunks_exact(size)) {
             let mut word = [0; 8];
@@ -42,10 +44,11 @@ pub(super) fn load(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
 
 /// Writes the registers of operand 1 to the address in operand 0.
 pub(super) fn store(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
+    let size = bytes(op.list(1)[0].class) as usize;
+    let mut data = Vec::with_capacity(size * op.list(1).len());
     for lane in lanes(m.active()) {
         let start = address(m, lane, op, 0);
-        let size = bytes(op.list(1)[0].class) as usize;
-        let mut data = Vec::new();
+        data.clear();
         for &reg in op.list(1) {
             data.extend_from_slice(&m.get(lane, reg).to_le_bytes()[..size]);
         }

@@ -2,11 +2,11 @@
 
 use crate::inst::Class::{B32, B64, F32, Pred};
 use crate::inst::{
-    Arg, Class, Effect, Inst, Kind, Needs, Op, Operand, Steps, Together, Unit, arg, args, both, number, of, outs, reg,
-    steps, word,
+    Arg, Class, Effect, Inst, Kind, Needs, Op, Operand, Reg, Steps, Together, Unit, arg, args, both, number, of, outs,
+    reg, steps, word,
 };
-use crate::machine::{Machine, lanes, value};
-use crate::product::{Left, Major, Number, Product, mma_sync};
+use crate::machine::{Machine, WARP, value};
+use crate::product::{Lanes, Left, Major, Number, Product};
 
 const WGMMA: &str = "PTX ISA, asynchronous warpgroup-level matrix instructions";
 const MMA: &str = "PTX ISA, warp-level matrix instructions, mma";
@@ -311,14 +311,18 @@ pub static MMA_INT8_MIXED: Inst = mma(
 );
 
 fn multiply(m: &mut dyn Machine, op: &Op, numbers: [Number; 3]) {
-    let mut gather = |i: usize| -> Vec<Vec<u32>> {
-        lanes(u32::MAX).map(|lane| op.list(i).iter().map(|&reg| m.get(lane, reg) as u32).collect()).collect()
+    let mut gather = |i: usize| -> Vec<Lanes> {
+        let mut words = |reg: Reg| {
+            let mut bits = [0; WARP as usize];
+            m.get_all(reg, &mut bits);
+            bits.map(|word| word as u32)
+        };
+        op.list(i).iter().map(|&reg| words(reg)).collect()
     };
     let (a, b, c) = (gather(1), gather(2), gather(3));
-    for (lane, d) in mma_sync(numbers, &a, &b, &c).into_iter().enumerate() {
-        for (&reg, x) in op.list(0).iter().zip(d) {
-            m.set(lane as u32, reg, u64::from(x));
-        }
+    let d = m.warp_product(numbers, [&a, &b, &c]);
+    for (&reg, words) in op.list(0).iter().zip(d) {
+        m.set_all(reg, &words.map(u64::from));
     }
 }
 
