@@ -94,20 +94,8 @@ impl<'a> Call<'a, '_> {
     }
 
     fn inputs<'b>(&'b self, arrays: &'b [DeviceArray<'b>]) -> PyResult<Inputs<'b>> {
-        let mut inputs = Inputs::new(arrays[0].view()?, arrays[1].view()?, arrays[2].view()?);
-        let mut lists = [None; 4];
-        for (role, array) in self.description.roles.iter().zip(&arrays[3..]) {
-            let view = array.view()?;
-            match role {
-                Role::Sinks => inputs.sinks = Some(view),
-                Role::CuQ => inputs.cu_seqlens_q = Some(view),
-                Role::CuK => inputs.cu_seqlens_k = Some(view),
-                Role::UsedQ => inputs.used_q = Some(view),
-                Role::UsedK => inputs.used_k = Some(view),
-                Role::Blocks(list) => lists[*list] = Some(view),
-                Role::Aux { name, .. } => inputs.aux.push((name, view)),
-            }
-        }
+        let rows = [arrays[0].view()?, arrays[1].view()?, arrays[2].view()?];
+        let (mut inputs, lists) = self.description.inputs(rows, arrays[3..].iter().map(DeviceArray::view))?;
         match lists {
             [Some(counts), Some(blocks), Some(full_counts), Some(full_blocks)] => {
                 let (counts, blocks) = ([counts, full_counts], [blocks, full_blocks]);

@@ -19,8 +19,8 @@ use crate::expression;
 use crate::recent::RecentCalls;
 use fulgurite::gpu::{BackwardConfig, DECODE_ROWS, ForwardConfig, Order, ProfileSource, SyncConfig};
 use fulgurite::{
-    BlockLists, BlockSpec, Choice, Engine, Exp, Expr, GradientOutputs, Mask, Precision, Problem, ProblemBuilder,
-    Rescale, Settings, TensorViewMut,
+    BlockLists, BlockSpec, Choice, Engine, Exp, Expr, GradientOutputs, Inputs, Mask, Precision, Problem,
+    ProblemBuilder, Rescale, Settings, TensorViewMut,
 };
 use fulgurite_core::lru::Lru;
 use fulgurite_core::problem::ALIBI_SLOPES;
@@ -227,6 +227,30 @@ impl Description {
             Some(&[batch, heads, _]) => Ok(Some(BlockSpec { rows, cols, batch, heads })),
             other => Err(wrong(format!("`kv_num_blocks` has shape {other:?}, allowed: [batch, heads, query blocks]"))),
         }
+    }
+
+    /// The inputs of a call, from the views of q, k and v and of the extra tensors in the order of [`roles`](Self::roles), and
+    /// the lists of a block mask: host memory and a GPU take these in different forms.
+    pub fn inputs<'a>(
+        &'a self,
+        [q, k, v]: [TensorView<'a>; 3],
+        extras: impl Iterator<Item = PyResult<TensorView<'a>>>,
+    ) -> PyResult<(Inputs<'a>, [Option<TensorView<'a>>; 4])> {
+        let mut inputs = Inputs::new(q, k, v);
+        let mut lists = [None; 4];
+        for (role, view) in self.roles.iter().zip(extras) {
+            let view = view?;
+            match role {
+                Role::Sinks => inputs.sinks = Some(view),
+                Role::CuQ => inputs.cu_seqlens_q = Some(view),
+                Role::CuK => inputs.cu_seqlens_k = Some(view),
+                Role::UsedQ => inputs.used_q = Some(view),
+                Role::UsedK => inputs.used_k = Some(view),
+                Role::Blocks(list) => lists[*list] = Some(view),
+                Role::Aux { name, .. } => inputs.aux.push((name, view)),
+            }
+        }
+        Ok((inputs, lists))
     }
 
     /// The gradients of a call as the outputs of an engine.

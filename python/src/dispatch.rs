@@ -228,7 +228,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// The tensors of a call that a description defines.
+/// The tensors in host memory of a call that a description defines.
 pub fn inputs_of<'b>(
     description: &'b Description,
     [q, k, v]: [&'b Array; 3],
@@ -236,24 +236,10 @@ pub fn inputs_of<'b>(
     blocks: Option<&'b BlockMask>,
     claims: &mut Claims<'b>,
 ) -> PyResult<Inputs<'b>> {
-    let mut inputs = Inputs::new(q.view("q", claims)?, k.view("k", claims)?, v.view("v", claims)?);
-    for (role, array) in description.roles.iter().zip(extras) {
-        let slot = match role {
-            Role::Sinks => &mut inputs.sinks,
-            Role::CuQ => &mut inputs.cu_seqlens_q,
-            Role::CuK => &mut inputs.cu_seqlens_k,
-            Role::UsedQ => &mut inputs.used_q,
-            Role::UsedK => &mut inputs.used_k,
-            Role::Blocks(_) => continue,
-            Role::Aux { name, .. } => {
-                inputs.aux.push((name, array.view(name, claims)?));
-                continue;
-            }
-        };
-        *slot = Some(array.view(role.name(), claims)?);
-    }
-    inputs.block_mask = blocks;
-    Ok(inputs)
+    let rows = [q.view("q", claims)?, k.view("k", claims)?, v.view("v", claims)?];
+    let roles = description.roles.iter().zip(extras);
+    let (inputs, _) = description.inputs(rows, roles.map(|(role, array)| array.view(role.name(), claims)))?;
+    Ok(Inputs { block_mask: blocks, ..inputs })
 }
 
 /// The error for results in f32 of arrays in host memory, where f32 inputs have f32 results.
