@@ -29,7 +29,7 @@ use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::gemm::product::{Product, ProductOptions};
 use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Operator, Tables};
-use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, Example};
+use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, BackwardPart, Example};
 use fulgurite_kernels::tensor_operator::{Call, DeviceOperand, TensorOperator, TensorProblem, WholeTensors};
 use fulgurite_kernels::tensor_type::TensorType;
 use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Module, Span as GlobalSpan, Stream};
@@ -350,14 +350,13 @@ fn prepare<'a>(device: &'a dyn Device, name: &str, sizes: &Sizes, seed: u64) -> 
     let found = match example {
         Example::Tensors(operator) => maker.tensors(operator),
         Example::Product { number, layouts, unit, cluster } => maker.gemm(number, layouts, (unit, cluster)),
-        Example::Attention {
-            problem,
-            part:
-                AttentionPart::Backward { launch }
-                | AttentionPart::BackwardSync { launch }
-                | AttentionPart::BackwardTensor { launch },
-        } => maker.backward(problem, launch, example.unit()),
-        Example::Attention { problem, part } => maker.forward(problem, part, example.unit()),
+        Example::Attention { problem, part } => match part {
+            AttentionPart::Backward(kernel) => maker.backward(problem, kernel, example.unit()),
+            AttentionPart::BackwardSync | AttentionPart::BackwardTensor => {
+                maker.backward(problem, BackwardPart::Main, example.unit())
+            }
+            _ => maker.forward(problem, part, example.unit()),
+        },
     }?;
     let Found { before, launch, problem, memory, results } = found;
     Ok(Prepared { before, launch, problem, memory, results, session: maker.session })
@@ -557,7 +556,12 @@ impl Maker<'_> {
 
     /// One of the kernels of the gradients, after those before it have run. o and the LSE are random too: the values of
     /// the gradients do not matter here, as long as they are finite.
-    fn backward(&mut self, example: AttentionExample, at: usize, unit: Option<TensorUnit>) -> Result<Found, SimError> {
+    fn backward(
+        &mut self,
+        example: AttentionExample,
+        part: BackwardPart,
+        unit: Option<TensorUnit>,
+    ) -> Result<Found, SimError> {
         let Sizes { batch, q_len, k_len, heads, .. } = self.sizes;
         let number = example.number;
         let (problem, words) = self.problem(&example)?;
@@ -581,12 +585,14 @@ impl Maker<'_> {
         let (call, mut before) = self.launches::<Backward>(call, tensors)?;
         // Only the main kernel's d_k and d_v are compared: the sum of d_q has no defined order, and the workspace is
         // not a result.
-        let main = &call.prepared().executable().kernels().main;
-        let is_main = before.get(at).is_some_and(|(_, launch)| Arc::ptr_eq(&launch.kernel, main));
-        let results = if is_main { vec![(6, number), (7, number)] } else { Vec::new() };
-        if at >= before.len() {
-            return Err(SimError::Problem(format!("gradients of these sizes have {} launches", before.len())));
-        }
+        let results = if part == BackwardPart::Main { vec![(6, number), (7, number)] } else { Vec::new() };
+        let kernel = part.of(call.prepared().executable().kernels());
+        let at = before.iter().position(|(_, launch)| kernel.is_some_and(|kernel| Arc::ptr_eq(&launch.kernel, kernel)));
+        let Some(at) = at else {
+            return Err(SimError::Problem(
+                "gradients of these sizes do not launch this kernel; try other lengths".into(),
+            ));
+        };
         before.truncate(at + 1);
         let launch = before.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
         memory.extend(others);

@@ -12,7 +12,7 @@
 
 mod example;
 
-pub use example::{AttentionExample, AttentionPart, Example, Feature};
+pub use example::{AttentionExample, AttentionPart, BackwardPart, Example, Feature};
 
 use crate::add::VECTOR_ADD;
 use crate::attention::backward::plan::BackwardPlan;
@@ -59,12 +59,12 @@ const fn decode_example(number: Number, head_dim: u32, feature: Feature) -> Exam
 
 /// The main kernel is the second launch.
 const fn backward_example(number: Number, head_dim: u32, feature: Feature) -> Example {
-    attention_example(number, head_dim, feature, AttentionPart::Backward { launch: 1 })
+    attention_example(number, head_dim, feature, AttentionPart::Backward(BackwardPart::Main))
 }
 
-/// A launch of the gradients of bf16, head_dim 128.
-const fn backward_launch_example(feature: Feature, launch: usize) -> Example {
-    attention_example(Number::Bf16, 128, feature, AttentionPart::Backward { launch })
+/// A kernel of the gradients in bf16, head_dim 128, without a mask.
+const fn backward_part_example(part: BackwardPart) -> Example {
+    attention_example(Number::Bf16, 128, Feature::Full, AttentionPart::Backward(part))
 }
 
 /// Operators over whole tensors, which the command line and Python call by name.
@@ -308,7 +308,7 @@ fn planned_gradients(target: Target, example: AttentionExample, unit: TensorUnit
 
 /// Entries of the gradients by a tensor unit in bf16, which are planned for their example.
 macro_rules! planned_gradients {
-    ($unit:ident $part:ident $prefix:literal $by:literal: $($dim:literal $feature:ident $name:literal $summary:literal $launch:literal;)*) => {
+    ($unit:ident $part:ident $prefix:literal $by:literal: $($dim:literal $feature:ident $name:literal $summary:literal;)*) => {
         &[$(Entry {
             name: concat!($prefix, "-bf16-d", $dim, "-", $name),
             summary: concat!("gradients of attention by ", $by, ", bf16, head_dim ", $dim, ", ", $summary),
@@ -316,12 +316,7 @@ macro_rules! planned_gradients {
                 let example = AttentionExample { number: Number::Bf16, head_dim: $dim, feature: Feature::$feature };
                 planned_gradients(target, example, TensorUnit::$unit)
             },
-            example: Some(attention_example(
-                Number::Bf16,
-                $dim,
-                Feature::$feature,
-                AttentionPart::$part { launch: $launch },
-            )),
+            example: Some(attention_example(Number::Bf16, $dim, Feature::$feature, AttentionPart::$part)),
         },)*]
     };
 }
@@ -329,40 +324,40 @@ macro_rules! planned_gradients {
 /// Head dimensions up to 160 fit the shared memory of every GPU.
 const BACKWARD_SYNC: &[Entry] = planned_gradients! {
     MmaSync BackwardSync "backward-sync" "mma.sync":
-    64 Full "full" "no mask" 1;
-    64 Causal "causal" "causal mask" 1;
-    96 Full "full" "no mask" 1;
-    96 Causal "causal" "causal mask" 1;
-    128 Full "full" "no mask" 1;
-    128 Causal "causal" "causal mask" 1;
-    160 Full "full" "no mask" 1;
-    160 Causal "causal" "causal mask" 1;
-    64 Softcap "softcap" "softcap" 1;
-    128 Softcap "softcap" "softcap" 1;
-    64 Alibi "alibi" "causal mask and ALiBi" 1;
-    128 Alibi "alibi" "causal mask and ALiBi" 1;
-    64 Documents "documents" "document mask" 1;
-    128 Documents "documents" "document mask" 1;
-    64 Packed "packed" "packed sequences under a causal mask" 1;
-    128 Packed "packed" "packed sequences under a causal mask" 1;
+    64 Full "full" "no mask";
+    64 Causal "causal" "causal mask";
+    96 Full "full" "no mask";
+    96 Causal "causal" "causal mask";
+    128 Full "full" "no mask";
+    128 Causal "causal" "causal mask";
+    160 Full "full" "no mask";
+    160 Causal "causal" "causal mask";
+    64 Softcap "softcap" "softcap";
+    128 Softcap "softcap" "softcap";
+    64 Alibi "alibi" "causal mask and ALiBi";
+    128 Alibi "alibi" "causal mask and ALiBi";
+    64 Documents "documents" "document mask";
+    128 Documents "documents" "document mask";
+    64 Packed "packed" "packed sequences under a causal mask";
+    128 Packed "packed" "packed sequences under a causal mask";
 };
 
 const BACKWARD_TENSOR: &[Entry] = planned_gradients! {
     Tcgen05 BackwardTensor "backward-tensor" "tcgen05":
-    64 Full "full" "no mask" 1;
-    64 Causal "causal" "causal mask" 1;
-    96 Full "full" "no mask" 1;
-    96 Causal "causal" "causal mask" 1;
-    128 Full "full" "no mask" 1;
-    128 Causal "causal" "causal mask" 1;
-    64 Softcap "softcap" "softcap" 1;
-    128 Softcap "softcap" "softcap" 1;
-    64 Alibi "alibi" "causal mask and ALiBi" 1;
-    128 Alibi "alibi" "causal mask and ALiBi" 1;
-    64 Documents "documents" "document mask" 1;
-    128 Documents "documents" "document mask" 1;
-    64 Packed "packed" "packed sequences under a causal mask" 1;
-    128 Packed "packed" "packed sequences under a causal mask" 1;
+    64 Full "full" "no mask";
+    64 Causal "causal" "causal mask";
+    96 Full "full" "no mask";
+    96 Causal "causal" "causal mask";
+    128 Full "full" "no mask";
+    128 Causal "causal" "causal mask";
+    64 Softcap "softcap" "softcap";
+    128 Softcap "softcap" "softcap";
+    64 Alibi "alibi" "causal mask and ALiBi";
+    128 Alibi "alibi" "causal mask and ALiBi";
+    64 Documents "documents" "document mask";
+    128 Documents "documents" "document mask";
+    64 Packed "packed" "packed sequences under a causal mask";
+    128 Packed "packed" "packed sequences under a causal mask";
 };
 
 const FORWARD_TENSOR: &[Entry] = planned! {
@@ -479,7 +474,7 @@ const AUXILIARY: &[Entry] = &[
         build: |target| {
             backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
-        example: Some(backward_launch_example(Feature::Full, 0)),
+        example: Some(backward_part_example(BackwardPart::Prepare)),
     },
     Entry {
         name: "backward-finish-bf16-d128",
@@ -487,7 +482,7 @@ const AUXILIARY: &[Entry] = &[
         build: |target| {
             backward::finish::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
-        example: Some(backward_launch_example(Feature::Full, 2)),
+        example: Some(backward_part_example(BackwardPart::Finish)),
     },
 ];
 

@@ -1,10 +1,12 @@
 //! The problems that registered kernels belong to.
 
+use crate::attention::backward::plan::Kernels;
 use crate::attention::forward::plan::{ConfigTable, ForwardPlan, NoKernel};
 use crate::gemm::Layouts;
 use crate::tensor_operator::TensorOperator;
 use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemError};
-use fulgurite_ptx::{Number, TensorUnit};
+use fulgurite_ptx::{Kernel, Number, TensorUnit};
+use std::sync::Arc;
 
 /// A call of a kernel on random tensors. The caller chooses lengths, batch and heads; the kernel determines the rest.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -38,9 +40,9 @@ impl Example {
             Example::Tensors(_) => None,
             Example::Product { unit, .. } => Some(*unit),
             Example::Attention { part, .. } => Some(match part {
-                AttentionPart::Forward | AttentionPart::Decode | AttentionPart::Backward { .. } => TensorUnit::Wgmma,
-                AttentionPart::ForwardSync | AttentionPart::BackwardSync { .. } => TensorUnit::MmaSync,
-                AttentionPart::ForwardTensor | AttentionPart::BackwardTensor { .. } => TensorUnit::Tcgen05,
+                AttentionPart::Forward | AttentionPart::Decode | AttentionPart::Backward(_) => TensorUnit::Wgmma,
+                AttentionPart::ForwardSync | AttentionPart::BackwardSync => TensorUnit::MmaSync,
+                AttentionPart::ForwardTensor | AttentionPart::BackwardTensor => TensorUnit::Tcgen05,
             }),
         }
     }
@@ -113,12 +115,11 @@ impl AttentionExample {
 
     /// The forward plan of a problem of this kind, or the decode plan, by a part's instructions.
     pub fn plan(&self, problem: &Problem, part: AttentionPart) -> Result<ForwardPlan, NoKernel> {
-        let plan = match part {
+        match part {
             AttentionPart::ForwardSync => ForwardPlan::mma_sync(problem, None, &ConfigTable::default()),
             AttentionPart::ForwardTensor => ForwardPlan::tcgen05(problem, None, &ConfigTable::default()),
             _ => ForwardPlan::new(problem, None),
-        };
-        Ok(if problem.has_sinks() { plan?.with_sinks(DType::F32) } else { plan? })
+        }
     }
 }
 
@@ -133,19 +134,32 @@ pub enum AttentionPart {
     ForwardTensor,
     /// Forward attention with few queries (decode).
     Decode,
-    /// A launch of the gradients on Hopper (`wgmma`), by its index in the plan.
-    Backward {
-        /// Index of the launch, from 0.
-        launch: usize,
-    },
-    /// A launch of the gradients on every GPU since Ampere (`mma.sync`), by its index in the plan.
-    BackwardSync {
-        /// Index of the launch, from 0.
-        launch: usize,
-    },
-    /// A launch of the gradients on data-centre Blackwell (`tcgen05`), by its index in the plan.
-    BackwardTensor {
-        /// Index of the launch, from 0.
-        launch: usize,
-    },
+    /// A kernel of the gradients on Hopper (`wgmma`).
+    Backward(BackwardPart),
+    /// The main kernel of the gradients on every GPU since Ampere (`mma.sync`).
+    BackwardSync,
+    /// The main kernel of the gradients on data-centre Blackwell (`tcgen05`).
+    BackwardTensor,
+}
+
+/// One of the kernels that compute gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BackwardPart {
+    /// Row sums and zeros, before the main kernel.
+    Prepare,
+    /// The products.
+    Main,
+    /// The conversion of d_q, after the main kernel.
+    Finish,
+}
+
+impl BackwardPart {
+    /// This kernel among those of a call, if the call has it.
+    pub fn of<'a>(&self, kernels: &'a Kernels) -> Option<&'a Arc<Kernel>> {
+        match self {
+            BackwardPart::Prepare => Some(&kernels.prepare),
+            BackwardPart::Main => Some(&kernels.main),
+            BackwardPart::Finish => kernels.finish.as_ref(),
+        }
+    }
 }
