@@ -119,6 +119,18 @@ pub struct Memory {
     pub copies: Option<(Copying, Span)>,
 }
 
+impl Memory {
+    /// Workspace of the size that a plan asked for; `None` if it asked for none.
+    fn checked_scratch(&self, needs: &Needs) -> Result<Option<Span>, NoKernel> {
+        let have = self.scratch.map_or(0, |span| span.bytes());
+        match needs.scratch_bytes {
+            0 => Ok(None),
+            bytes if bytes <= have => Ok(self.scratch),
+            bytes => Err(NoKernel { feature: format!("a call with {have} bytes of workspace (it needs {bytes})") }),
+        }
+    }
+}
+
 /// The tensor unit that runs an operator's products: the target's own, unless the caller asks for another one. Every
 /// target since Ampere also has `mma.sync`.
 pub fn choose_unit(target: Target, asked: Option<TensorUnit>) -> Result<TensorUnit, NoKernel> {
@@ -211,10 +223,7 @@ impl Operator for Forward {
         if config.is_some() || sync_config.is_some() {
             plan.check_tiles()?;
         }
-        if problem.has_sinks() {
-            plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
-        }
-        Ok(plan.with_results(results)?)
+        Ok(plan.with_sink_type(sinks.unwrap_or(DType::F32)).with_results(results)?)
     }
 }
 
@@ -287,7 +296,8 @@ impl Executable for ForwardExecutable {
         multiprocessors: u32,
     ) -> Result<Vec<Launch>, Refusal> {
         let plan = self.ready.plan();
-        let tensors = ForwardTensors { counters: memory.counters, scratch: memory.scratch, ..tensors.clone() };
+        let scratch = memory.checked_scratch(&self.needs(tensors))?;
+        let tensors = ForwardTensors { counters: memory.counters, scratch, ..tensors.clone() };
         let mut launches: Vec<Launch> = match (&memory.copies, plan.copies(&tensors.rows)) {
             (Some((copying, room)), Some(copies)) => {
                 self.ready.with_copies(&copies, copying, &tensors, *room, multiprocessors)?.launches
@@ -412,9 +422,8 @@ impl Executable for BackwardExecutable {
         memory: &Memory,
         multiprocessors: u32,
     ) -> Result<Vec<Launch>, Refusal> {
-        let Some(scratch) = memory.scratch else {
-            return Err(NoKernel { feature: "gradients without scratch memory".into() }.into());
-        };
+        let scratch =
+            memory.checked_scratch(&self.needs(tensors))?.expect("bug in fulgurite: gradients need workspace");
         let plan = match (&memory.copies, self.plan.copies(tensors)) {
             (Some((copying, room)), Some(copies)) => {
                 let copies = (&copies, copying, *room);

@@ -192,14 +192,12 @@ impl Net {
     fn forward(&mut self, name: &str, problem: &Problem, change: impl FnOnce(ForwardPlan) -> ForwardPlan) {
         // A problem that kernels do not have is not part of the net; that it is refused is tested elsewhere.
         let Ok(plan) = ForwardPlan::new(problem, None) else { return };
-        let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
         self.add(format!("{name}: forward"), forward(&change(plan), problem, Target::HOPPER));
     }
 
     /// The kernel for GPUs without wgmma.
     fn mma_sync(&mut self, name: &str, problem: &Problem) {
         let Ok(plan) = ForwardPlan::mma_sync(problem, None, &ConfigTable::default()) else { return };
-        let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
         self.add(format!("{name}: forward by mma.sync"), forward(&plan, problem, Target::AMPERE));
     }
 

@@ -329,7 +329,7 @@ fn what_has_no_kernel_is_refused() {
     let refused = ForwardPlan::new(&wide, None).unwrap().with_results(ResultType::F32).unwrap_err();
     assert_eq!(refused.feature, "f32 results of forward attention with head dims above 256");
     let sinks = problem.head_dim(64).sinks().build().unwrap();
-    let plan = ForwardPlan::new(&sinks, None).unwrap().with_sinks(DType::F32);
+    let plan = ForwardPlan::new(&sinks, None).unwrap();
     let refused = plan.with_results(ResultType::Added).unwrap_err();
     assert_eq!(refused.feature, "f32 results of forward attention with sinks that are merged with others");
 }

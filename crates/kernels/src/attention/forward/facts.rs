@@ -59,7 +59,7 @@ pub(crate) struct Facts {
 
 impl Facts {
     /// The facts of a problem, and its tile configuration from a table. The rescale policy comes from the configuration
-    /// unless it is given.
+    /// unless it is given. Sinks are f32 until a call says otherwise.
     pub fn of<C: ForwardTile>(
         problem: &Problem,
         rescale: Option<Rescale>,
@@ -75,7 +75,7 @@ impl Facts {
             dims: base.dims,
             mask,
             modifiers,
-            sinks: None,
+            sinks: problem.has_sinks().then_some(DType::F32),
             ragged: Ragged {
                 packed: matches!(layout, Layout::Packed(_)),
                 used_q: problem.has_used_q(),

@@ -126,20 +126,18 @@ impl ForwardPlan {
         }
     }
 
-    /// This plan with sinks of an element type.
-    pub fn with_sinks(mut self, dtype: DType) -> ForwardPlan {
-        self.facts.features.sinks = Some(dtype);
-        match &mut self.family {
-            Family::Wgmma { decode: Some(decode), .. } => decode.features.sinks = Some(dtype),
-            Family::MmaSync(config) => *config = config.beside_sinks(&self.facts.features),
-            _ => {}
+    /// This plan for sinks of an element type, if the problem has sinks. They are f32 otherwise.
+    pub fn with_sink_type(mut self, dtype: DType) -> ForwardPlan {
+        let set = |sinks: &mut Option<DType>| *sinks = sinks.map(|_| dtype);
+        set(&mut self.facts.features.sinks);
+        if let Family::Wgmma { decode: Some(decode), .. } = &mut self.family {
+            set(&mut decode.features.sinks);
         }
         self
     }
 
-    /// This plan with results of another element type; call it after [`with_sinks`](Self::with_sinks). The decode kernel cannot
-    /// write f32 results, so the forward kernel takes its calls; `tcgen05` cannot either, and refuses. [`ResultType::Added`]
-    /// merges o and the LSE with those that are given.
+    /// This plan with results of another element type. The decode kernel cannot write f32 results, so the forward kernel takes
+    /// its calls; `tcgen05` cannot either, and refuses. [`ResultType::Added`] merges o and the LSE with those that are given.
     pub fn with_results(mut self, results: ResultType) -> Result<ForwardPlan, NoKernel> {
         let missing = |what: &str| Err(NoKernel { feature: format!("f32 results of forward attention {what}") });
         if results.is_f32() && self.facts.features.wide() {
@@ -579,7 +577,6 @@ mod tests {
         for (problem, want) in cases {
             let problem = problem.build().unwrap();
             let plan = ForwardPlan::new(&problem, None).unwrap();
-            let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
             let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
             let at = |s, h| DeviceTensor::packed(Span::new(4096, 1 << 30), [2, s, h, 64]);
             let memory = Span::new(4096, 1 << 20);

@@ -54,14 +54,6 @@ impl SyncConfig {
         }
     }
 
-    /// This configuration with fewer keys per block, if sinks leave no room for them. A block mask has decided the number of
-    /// keys before.
-    pub(crate) fn beside_sinks(self, features: &Features) -> SyncConfig {
-        // With 48 keys and the second computation of a tile, sinks spill 64 bytes at head dimension 128.
-        let narrow = features.hides_keys() && features.blocks.is_none() && (97..=128).contains(&features.dims[1]);
-        if narrow { SyncConfig { cols: self.cols.min(32), ..self } } else { self }
-    }
-
     /// Queries per tile.
     pub fn rows(&self) -> u32 {
         64 * self.blocks
@@ -103,6 +95,10 @@ impl ForwardTile for SyncConfig {
             65.. if modifies => SyncConfig { blocks: 1, cols: self.cols.min(64), ..self },
             ..=64 if modifies || features.ragged.any() => SyncConfig { cols: self.cols.min(64), ..self },
             97..=128 if features.ragged.any() => SyncConfig { cols: self.cols.min(32), ..self },
+            // With 48 keys and the second computation of a tile, sinks spill 64 bytes at head dimension 128.
+            97..=128 if features.sinks.is_some() && features.hides_keys() => {
+                SyncConfig { cols: self.cols.min(32), ..self }
+            }
             // With a mask, 64 keys spill one or two registers at head dimension 128.
             97..=128 if masks => SyncConfig { cols: self.cols.min(48), ..self },
             _ => self,
