@@ -4,6 +4,9 @@
 //! from one stream. A graph may be replayed concurrently with any other launch, so each capture has its own workspaces,
 //! which live as long as the graph. Two graphs instantiated from one capture share them and must not be replayed at the
 //! same time.
+//!
+//! The workspace of a stream lives as long as the session: nothing tells when a stream is destroyed, and launches that are
+//! still running own its counters. Libraries take streams from small pools (torch has 32 of each priority), so there are few.
 
 use super::modules::is_of;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
