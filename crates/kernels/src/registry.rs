@@ -489,6 +489,14 @@ const AUXILIARY: &[Entry] = &[
         },
         example: Some(backward_launch_example(Feature::Full, 2)),
     },
+    Entry {
+        name: "backward-repair-bf16-d128",
+        summary: "rows of gradients that hidden rows made NaN, computed again; bf16, head_dim 128, causal mask",
+        build: |target| {
+            backward::repair::kernel::<bf16>(target, &of_backward(128, Mask::causal()), BackwardConfig::hopper(128))
+        },
+        example: None,
+    },
 ];
 
 #[cfg(test)]
