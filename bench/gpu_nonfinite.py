@@ -1,10 +1,11 @@
 """Random problems on a GPU with NaN and infinities in keys, values and queries, against float64: a row depends on the keys it
 sees, and on nothing else.
 
-    python python/build.py && python bench/gpu_nonfinite.py [--count N] [--seed N] [--masks NAME ...]
+    python python/build.py && python bench/gpu_nonfinite.py [--count N] [--seed N] [--masks NAME ...] [--gradients]
 
 Rows that see a poisoned key, or whose query is poisoned, must be NaN in o and LSE (o alone if only a value is). All others
-must be what they are without the poison. An error is a share of the norm of a row's tensor; the tolerance rule is what
+must be what they are without the poison. With --gradients, rows of d_o may be poisoned, too: a row of d_q, d_k or d_v must be NaN where it
+depends on poison through the queries and keys that see each other, and else what it is without the poison. An error is a share of the norm of a row's tensor; the tolerance rule is what
 `fulgurite check --engine cuda` applies.
 """
 
@@ -18,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 import fulgurite  # noqa: E402
-from gpu_random import LIMITS, output  # noqa: E402
+from gpu_random import LIMITS, output, reference  # noqa: E402
 
 
 MASKS = ("causal", "window", "bool", "documents")
@@ -50,6 +51,60 @@ def drawn(rng, masks):
     q = torch.randn(batch, n, kv_heads * group, dim, device="cuda").to(dtype)
     k, v = (torch.randn(batch, m, kv_heads, dim, device="cuda").to(dtype) for _ in range(2))
     return q, k, v, options, mask
+
+
+def differences(what, name, got, want, nan):
+    """What is wrong with rows of a gradient, of which those in `nan` must not be finite."""
+    finite = torch.isfinite(got).all(-1)
+    found = []
+    if (finite & nan).any():
+        found.append(f"{what}: {int((finite & nan).sum())} rows of {name} hide a value that is not finite")
+    if (~finite & ~nan).any():
+        found.append(f"{what}: {int((~finite & ~nan).sum())} rows of {name} show a value that they do not see")
+    keep = (finite & ~nan)[..., None]
+    error = torch.where(keep, got.double() - want, 0).norm() / max(float(torch.where(keep, want, 0).norm()), 1e-6)
+    if not error <= LIMITS[got.dtype]:
+        found.append(f"{what}: {name}: error {float(error):.2g}")
+    return found
+
+
+def gradient_faults(rng, masks):
+    """The mistakes in the gradients of a random problem."""
+    q, k, v, options, mask = drawn(rng, masks)
+    d_o = torch.randn_like(q)
+    wants = reference(q, k, v, d_o, mask, options.get("softcap"))[1:]
+    batch, n, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    # Queries whose p is NaN, whose d_z is NaN, and whose d_o is NaN.
+    bad = {name: torch.zeros(batch, heads, n, dtype=torch.bool, device="cuda") for name in ("p", "d_z", "d_o")}
+    for _ in range(rng.choice((1, 2, 5))):
+        b, i, h = rng.randrange(batch), rng.randrange(n), rng.randrange(heads)
+        j, of = rng.randrange(k.shape[1]), slice(h // group * group, (h // group + 1) * group)
+        operand = rng.choice("qkvo")
+        if operand == "q":
+            q[b, i, h] = math.nan
+            bad["p"][b, h, i] = True
+        elif operand == "o":
+            d_o[b, i, h] = math.nan
+            bad["d_z"][b, h, i] = bad["d_o"][b, h, i] = True
+        else:
+            (k if operand == "k" else v)[b, j, h // group] = math.nan
+            bad["p" if operand == "k" else "d_z"][b, of] |= mask[:, j]
+    o, lse = fulgurite.attention(q, k, v, return_lse=True, **options)
+    fixed = {"deterministic": rng.random() < 0.3, **options}
+    gradients = fulgurite.attention_backward(d_o, q, k, v, o, lse, **fixed)
+
+    def keys(queries):
+        """The keys that some of the queries see."""
+        seen = torch.einsum("bhi,ij->bhj", queries.double(), mask.double()) > 0
+        return seen.unflatten(1, (kv_heads, group)).any(2).transpose(1, 2)
+
+    nan_q = (bad["p"] | bad["d_z"]) & mask.any(1)
+    nans = (nan_q.transpose(1, 2), keys(bad["p"] | bad["d_z"]), keys(bad["p"] | bad["d_o"]))
+    what = f"q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {[name for name in fixed if fixed[name] is not False]}"
+    results = zip(("d_q", "d_k", "d_v"), gradients, wants, nans)
+    return [fault for name, got, want, nan in results for fault in differences(what, name, got, want, nan)]
 
 
 def faults(rng, masks):
@@ -99,12 +154,13 @@ def main():
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--masks", nargs="+", default=MASKS, choices=MASKS)
+    parser.add_argument("--gradients", action="store_true", help="check gradients instead of outputs")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
     found = []
     for number in range(options.count):
-        found += faults(rng, options.masks)
+        found += (gradient_faults if options.gradients else faults)(rng, options.masks)
         if number % 20 == 19:
             print(f"{number + 1} of {options.count} problems, {len(found)} faults", flush=True)
     print(*found[:20], sep="\n")

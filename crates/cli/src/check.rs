@@ -109,8 +109,6 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
 /// Runs one case on one engine, forward and (where it has one) backward, and enters the oracle's verdicts.
 fn compare_case(engine: &dyn Engine, case: &Case, ledger: &mut Ledger) -> Result<(), Failure> {
     let (problem, inputs, bound) = (case.problem(), case.inputs(), case.bound());
-    let on_gpu = ["sim", "cuda"].iter().any(|name| engine.name().starts_with(name));
-    let forward_only = on_gpu && case.features.iter().any(|feature| cases::NO_GPU_GRADIENTS.contains(feature));
     if engine.supports(problem).is_err() {
         case.features.iter().for_each(|feature| ledger.refused(engine.name(), feature, case.dtype()));
         return Ok(());
@@ -122,13 +120,11 @@ fn compare_case(engine: &dyn Engine, case: &Case, ledger: &mut Ledger) -> Result
     let d_lse = case.d_lse();
     saved.d_lse = d_lse;
     // An engine without a backward is judged by its forward.
-    if !forward_only {
-        let gradients: Result<Gradients, Error> = engine.backward(problem, &inputs, &saved, &run);
-        match gradients {
-            Ok(gradients) => verdicts.extend(compare::check_backward(&bound, &saved, &gradients, 0)),
-            Err(Error::Unsupported(_)) => {}
-            Err(other) => return Err(other.into()),
-        }
+    let gradients: Result<Gradients, Error> = engine.backward(problem, &inputs, &saved, &run);
+    match gradients {
+        Ok(gradients) => verdicts.extend(compare::check_backward(&bound, &saved, &gradients, 0)),
+        Err(Error::Unsupported(_)) => {}
+        Err(other) => return Err(other.into()),
     }
     ledger.enter(engine.name(), &case.features, case.dtype(), &case.to_string(), &verdicts);
     Ok(())

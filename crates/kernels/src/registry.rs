@@ -484,6 +484,14 @@ const AUXILIARY: &[Entry] = &[
         },
         example: Some(backward_part_example(BackwardPart::Finish)),
     },
+    Entry {
+        name: "backward-repair-bf16-d128",
+        summary: "rows of gradients that hidden rows made NaN, computed again; bf16, head_dim 128, causal mask",
+        build: |target| {
+            backward::repair::kernel::<bf16>(target, &of_backward(128, Mask::causal()), BackwardConfig::hopper(128))
+        },
+        example: None,
+    },
 ];
 
 #[cfg(test)]

@@ -307,7 +307,7 @@ fn net() -> Net {
     net.registered();
     for dtype in [DType::Bf16, DType::F16] {
         // Cases of non-finite values have the kernels of the others.
-        let finite = |case: &Case| !case.features.iter().any(|feature| cases::NO_GPU_GRADIENTS.contains(feature));
+        let finite = |case: &Case| !case.features.iter().any(|feature| cases::NONFINITE.contains(feature));
         for case in cases::cases(dtype).into_iter().filter(finite) {
             net.case(&format!("table {case}"), &case);
         }

@@ -16,7 +16,7 @@ use crate::tensor::{Tensor, TensorView};
 use std::fmt;
 
 pub use drawn::{SEEDS, random, random_nonfinite};
-pub use table::{FEATURES, NO_GPU_GRADIENTS, cases};
+pub use table::{FEATURES, NONFINITE, cases};
 
 /// A tensor with the strides under which it is passed.
 #[derive(Debug, Clone)]

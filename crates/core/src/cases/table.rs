@@ -52,10 +52,8 @@ pub const FEATURES: &[&str] = &[
     "mxfp8",
 ];
 
-/// Features of the table whose gradients GPU engines do not support: their kernels multiply a hidden row by a weight of 0,
-/// which keeps NaN, and treat a row of NaN scores as one without keys. GPU engines support the outputs, and CPU engines
-/// support both passes.
-pub const NO_GPU_GRADIENTS: &[&str] = &["hidden_nonfinite", "nan_rows"];
+/// Features of cases with NaN and infinities in rows that some other row sees, or that see nothing else.
+pub const NONFINITE: &[&str] = &["hidden_nonfinite", "nan_rows"];
 
 /// A bias by relative position, from a table with a gradient and one row per head.
 pub(super) fn relative(builder: ProblemBuilder, heads: usize, reach: i32) -> ProblemBuilder {

@@ -454,7 +454,7 @@ mod tests {
             let problem = case.problem();
             let special = problem.has_used_k() || matches!(problem.layout(), Layout::Packed(_));
             let special = special || problem.has_sinks() || !problem.aux().is_empty() || problem.blocks().is_some();
-            let finite = !case.features.iter().any(|feature| cases::NO_GPU_GRADIENTS.contains(feature));
+            let finite = !case.features.iter().any(|feature| cases::NONFINITE.contains(feature));
             let plan = BackwardPlan::new(problem, false, Order::Any);
             problem.group() > 1 && special && finite && plan.is_ok_and(|plan| plan.can_split_heads())
         });

@@ -151,13 +151,18 @@ where
 /// Whether an element of the thread's `row`-th row is infinite or NaN. Products of two elements beyond the largest f32
 /// also count.
 fn not_finite<'k, A: RowView<'k>>(o: &A, row: usize) -> Val<'k, bool> {
+    let own: Vec<_> = o.elements().enumerate().filter(|(i, _)| A::row_of(*i) == row).map(|(_, x)| x).collect();
+    some_not_finite(&own)
+}
+
+/// Whether one of the elements is infinite or NaN. Products of two elements beyond the largest f32 also count.
+pub(crate) fn some_not_finite<'k>(elements: &[Val<'k, f32>]) -> Val<'k, bool> {
     /// Chains of additions, which do not wait for each other.
     const CHAINS: usize = 4;
-    let own: Vec<_> = o.elements().enumerate().filter(|(i, _)| A::row_of(*i) == row).map(|(_, x)| x).collect();
     // One instruction for each pair of elements: a sum of products of pairs.
-    let zero = own[0].literal(0.0);
+    let zero = elements[0].literal(0.0);
     let chain = |first: usize| {
-        let pairs = own.chunks(2).skip(first).step_by(CHAINS);
+        let pairs = elements.chunks(2).skip(first).step_by(CHAINS);
         pairs
             .map(|pair| (pair[0], pair[pair.len() - 1]))
             .fold(None, |sum, (a, b)| Some(sum.map_or_else(|| a * b, |sum| a.mul_add(b, sum))))

@@ -196,6 +196,12 @@ impl<'k> Pointer<'k, u32> {
         let x = Arg::List([x.in_register()].into());
         t.k.emit(&rows::ST_RELEASE, [self.place(index), x, Arg::Word("gpu")]);
     }
+    /// Sets bits of an element atomically; the order of threads does not matter.
+    #[track_caller]
+    pub fn set_bits<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, bits: impl IntoVal<'k, u32>) {
+        let bits = bits.into_val(w.k).arg();
+        w.k.emit(&crate::table::atomic::RED, [self.place(index), bits, Arg::Word("or.b32")]);
+    }
     /// Adds to an element atomically and returns its old value.
     #[track_caller]
     pub fn fetch_add<W: Who>(

@@ -5,10 +5,12 @@
 //! takes eight columns of two of them. If the product is transposed (rows are elements of d_q), a thread takes sixteen
 //! elements of two queries.
 
+use crate::attention::backward::marks::{EIGHT, HeadRows, MarkArgs, Marks};
 use crate::attention::backward::tensors::RowArgs;
 use crate::attention::backward::{BackwardConfig, Features, KernelShape};
 use crate::params::{Lens, Params, Program};
 use crate::parts::arguments::DeviceTensor;
+use crate::parts::nonfinite::some_not_finite;
 use crate::parts::results::ResultType;
 use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
@@ -35,8 +37,8 @@ pub(crate) struct Four<'k> {
 pub(crate) enum Item<'k> {
     /// For a 16-bit result: the number of the item, and its sums.
     Half(Val<'k, u32>, Vec<[Val<'k, f32>; 4]>),
-    /// For an f32 result.
-    Single(Vec<Four<'k>>),
+    /// For an f32 result; and whether a sum of the thread's warp is not finite.
+    Single(Vec<Four<'k>>, Val<'k, bool>),
 }
 
 /// The elements of an item that an f32 result has already, by four.
@@ -72,10 +74,13 @@ where
 {
     Program::build("attention_backward_finish", target, |p| {
         let (d, rows) = (shape.dims[0], shape.config.rows);
-        let results =
-            Results::declare::<T, FinishCall>(p, "d_q", (SumLayout::of_queries(shape), shape.results), |call| {
-                &call.d_q
-            });
+        let packed = features.ragged.packed;
+        let results = Results::declare::<T, FinishCall>(
+            p,
+            "d_q",
+            (SumLayout::of_queries(shape), shape.results, packed),
+            |call| &call.d_q,
+        );
         // For sequences of different lengths, a CTA with a thread for each item would spill.
         let threads = match results.transposed() {
             true if features.ragged.any() => results.items() / 2,
@@ -92,23 +97,23 @@ where
             let number = w.ctas() - 1 - w.cta();
             let [rest, step] = steps.div_rem(number);
             let sums = sums.at_wide(number.mul_wide(rows * d));
-            // The sequence's first row, the head, the step in the sequence, and the sequence's number of rows.
-            let (of_sequence, head, step, q_len) = match &sides {
+            // Where the sequence begins, the sequence, its first row if it is packed, the head, the step in the sequence,
+            // and the sequence's number of rows.
+            let (of_sequence, batch, start, head, step, q_len) = match &sides {
                 Some(sides) => {
                     let batch = sides.of_step(w, step, rows);
                     let [start, room] = sides.room(w, 0, batch);
-                    let packed = features.ragged.packed;
                     let of =
                         if packed { start.mul_wide(results.row_stride) } else { batch.mul_wide(results.batch_stride) };
-                    (of, rest, step - sides.first_step(w, batch, rows), room)
+                    (of, batch, start, rest, step - sides.first_step(w, batch, rows), room)
                 }
                 None => {
                     let [batch, head] = heads.div_rem(rest);
-                    (batch.mul_wide(results.batch_stride), head, step, results.rows)
+                    (batch.mul_wide(results.batch_stride), batch, step.literal(0), head, step, results.rows)
                 }
             };
             let to = results.head::<T>(of_sequence, head);
-            let rows = StepRows { to, step, q_len, scale };
+            let rows = StepRows { to, of: HeadRows { batch, head, start }, step, q_len, scale };
             let rounds: Vec<u32> = (0..results.items().div_ceil(threads)).collect();
             // Several loads precede their stores, as many as registers allow.
             for rounds in rounds.chunks(if results.transposed() { 1 } else { 4 }) {
@@ -133,20 +138,22 @@ where
 /// Arguments of [`Results`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ResultArgs {
-    to: RowArgs,
+    pub to: RowArgs,
     /// Rows of a sequence, if all have the same.
     rows: u32,
     /// Elements of a row.
-    dim: u32,
+    pub dim: u32,
+    /// The marks of elements that are not finite.
+    pub marks: MarkArgs,
 }
 
 impl ResultArgs {
     /// `dim`: elements of a row of a 16-bit result, padded to whole eights.
-    pub fn new(to: &DeviceTensor, rows: u64, dim: u32, results: ResultType) -> ResultArgs {
+    pub fn new(to: &DeviceTensor, rows: u64, dim: u32, (results, marks): (ResultType, MarkArgs)) -> ResultArgs {
         let rows = rows as u32;
         match results.is_f32() {
-            true => ResultArgs { to: RowArgs::of_words(to), rows, dim: to.shape[3] as u32 },
-            false => ResultArgs { to: RowArgs::new(to), rows, dim },
+            true => ResultArgs { to: RowArgs::of_words(to), rows, dim: to.shape[3] as u32, marks },
+            false => ResultArgs { to: RowArgs::new(to), rows, dim, marks },
         }
     }
 }
@@ -208,6 +215,7 @@ pub(crate) struct Results<'k> {
     pub batch_stride: Val<'k, u32>,
     pub row_stride: Val<'k, u32>,
     head_stride: Val<'k, u32>,
+    pub marks: Marks<'k>,
 }
 
 /// Rows of a result that belong to a step: the rows of its head, the step's number in the head, the head's number of rows,
@@ -215,6 +223,8 @@ pub(crate) struct Results<'k> {
 #[derive(Clone, Copy)]
 pub(crate) struct StepRows<'k, T> {
     pub to: Pointer<'k, Pair<T>>,
+    /// The head, for marks.
+    pub of: HeadRows<'k>,
     pub step: Val<'k, u32>,
     pub q_len: Val<'k, u32>,
     pub scale: Val<'k, f32>,
@@ -225,7 +235,7 @@ impl<'k> Results<'k> {
     pub fn declare<T: Half, C: 'static>(
         p: &Params<'k, C>,
         name: &str,
-        (layout, results): (SumLayout, ResultType),
+        (layout, results, packed): (SumLayout, ResultType, bool),
         args: impl Lens<C, ResultArgs>,
     ) -> Self
     where
@@ -235,7 +245,8 @@ impl<'k> Results<'k> {
         let rows = p.u32(&format!("{name}_rows"), move |call| args(call).rows);
         let head_dim = p.u32(&format!("{name}_dim"), move |call| args(call).dim);
         let [batch_stride, row_stride, head_stride] = RowArgs::declare_strides(p, name, move |call| &args(call).to);
-        Results { layout, to, rows, head_dim, results, batch_stride, row_stride, head_stride }
+        let marks = Marks::declare(p, name, packed, move |call| &args(call).marks);
+        Results { layout, to, rows, head_dim, results, batch_stride, row_stride, head_stride, marks }
     }
 
     /// Whether rows of the sums are elements of the result, and columns its rows.
@@ -361,6 +372,8 @@ impl<'k> Results<'k> {
         if !self.results.is_f32() {
             return Item::Half(item, fours);
         }
+        // Neighbours have halves of each other's eights, so they must agree on what is marked.
+        let spoiled = w.any(some_not_finite(fours.as_flattened()));
         // Neighbouring threads have neighbouring items. Both are in one row if a row has an even number of them.
         let of_row = self.layout.d / if self.transposed() { 16 } else { 8 };
         let swap = of_row.is_multiple_of(2).then(|| (w.lane() & 1).ne(0));
@@ -382,7 +395,7 @@ impl<'k> Results<'k> {
             made.push(Four { row, column: first, sums: pick(came, low) });
             made.push(Four { row, column: first + 8 * apart, sums: pick(high, came) });
         }
-        Item::Single(made)
+        Item::Single(made, spoiled)
     }
 
     /// Loads the elements of an item that the result has already, if the sums are added to them, unless the item is not
@@ -397,7 +410,7 @@ impl<'k> Results<'k> {
     where
         Pair<T>: Word,
     {
-        let (Item::Single(fours), ResultType::Added) = (item, self.results) else { return Vec::new() };
+        let (Item::Single(fours, _), ResultType::Added) = (item, self.results) else { return Vec::new() };
         let wanted = wanted();
         let load = |four: &Four<'k>| {
             let given = [(); 4].map(|()| w.var(0.0f32));
@@ -421,26 +434,38 @@ impl<'k> Results<'k> {
         (to, row.lt(rows.q_len) & four.column.lt(self.head_dim))
     }
 
-    /// Scales the sums of an item, converts them or adds them to the elements that are `given`, and stores them.
+    /// Scales the sums of an item, converts them or adds them to the elements that are `given`, and stores them. Sums that are
+    /// not finite are marked; they are not added.
     pub fn store<T: Half, W: Who>(&self, w: &Scope<'k, W>, rows: StepRows<'k, T>, item: &Item<'k>, given: &Given<'k>)
     where
         Pair<T>: Word,
     {
-        let StepRows { to, step, q_len, scale } = rows;
+        let StepRows { to, of, step, q_len, scale } = rows;
+        let row_of = |(row, below): (Val<'k, u32>, u32)| step * self.layout.rows + row + below;
         let (item, sums) = match item {
             Item::Half(item, sums) => (*item, sums),
-            Item::Single(fours) => {
+            Item::Single(fours, spoiled) => {
                 for (i, four) in fours.iter().enumerate() {
                     let sums = four.sums.map(|sum| sum * scale);
                     let all = given.get(i).map_or(sums, |given| std::array::from_fn(|i| given[i].get() + sums[i]));
                     let (to, inside) = self.place(rows, four);
-                    w.when(inside, |w| to.store_some(w, four.column, all));
+                    let stored = if self.results == ResultType::Added { inside & !*spoiled } else { inside };
+                    w.when(stored, |w| to.store_some(w, four.column, all));
+                    w.when_rarely(inside & *spoiled, |w| {
+                        self.marks.mark_eight(w, of, row_of(four.row), four.column / EIGHT);
+                    });
                 }
                 return;
             }
         };
+        w.when_rarely(some_not_finite(sums.as_flattened()), |w| {
+            for Eight { row, eight, .. } in self.eights(item, sums) {
+                let row = row_of(row);
+                w.when(row.lt(q_len), |w| self.marks.mark_eight(w, of, row, eight.0 + eight.1));
+            }
+        });
         for Eight { row, eight, sums } in self.eights(item, sums) {
-            let (row, eight) = (step * self.layout.rows + row.0 + row.1, eight.0 + eight.1);
+            let (row, eight) = (row_of(row), eight.0 + eight.1);
             let pairs: [_; 4] = std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
             w.when(row.lt(q_len) & (eight * 8).lt(self.head_dim), |w| {
                 to.at_wide(row.mul_wide(self.row_stride)).store_some(w, eight * 4, pairs);

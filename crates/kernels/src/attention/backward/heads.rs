@@ -12,6 +12,7 @@
 //! Parts of 64 keys lie together, in the layout of accumulators: `[part of a head][64 keys][d_k, d_v][eight columns][thread][4]`.
 
 use crate::attention::backward::finish::{ResultArgs, Results, StepRows, SumLayout};
+use crate::attention::backward::marks::{HeadRows, MarkedPart};
 use crate::attention::backward::tiles::{Of, TileMap, Work};
 use crate::attention::backward::{Features, KernelShape};
 use crate::params::{Lens, Params, Program, given};
@@ -55,7 +56,7 @@ impl<'k> HeadParts<'k> {
     where
         Pair<T>: Word,
     {
-        let to = |d| (SumLayout::of_keys(d), shape.results);
+        let to = |d| (SumLayout::of_keys(d), shape.results, false);
         let d_k = Results::declare::<T, C>(p, "d_k", to(shape.dims[0]), move |call| &given(args(call))[0]);
         let d_v = Results::declare::<T, C>(p, "d_v", to(shape.dims[1]), move |call| &given(args(call))[1]);
         HeadParts::Rows { d_k: Box::new(d_k), d_v: Box::new(d_v), scale }
@@ -100,10 +101,16 @@ impl<'k> Results<'k> {
     ) {
         let elements = result.elements().collect::<Vec<_>>();
         let first = col + Acc::first_col(w);
+        let spoiled = self.marks.check(w, result, |_| {
+            let of = HeadRows { batch: work.batch, head: work.head, start: key.literal(0) };
+            MarkedPart { of, first: [key, col], rows: self.rows }
+        });
         for below in 0..Acc::ROWS {
             let row = key + w.first_row() + Acc::row_offset(below);
             let to = self.f32_row(work.batch, work.head, row).at(first);
-            w.when(row.lt(self.rows), |w| {
+            let inside = row.lt(self.rows);
+            let stored = if self.results == ResultType::Added { inside & !spoiled } else { inside };
+            w.when(stored, |w| {
                 for (period, column) in (0..result.cols()).step_by(Acc::PERIOD as usize).enumerate() {
                     w.when((first + column).lt(self.head_dim), |w| {
                         let pair = [0, 1].map(|at| {
@@ -148,8 +155,9 @@ where
 {
     Program::build("attention_backward_heads", target, |p| {
         let ([d, dv], tile_keys) = (shape.widths, shape.config.keys());
-        let d_k = Results::declare::<T, HeadsCall>(p, "d_k", (SumLayout::of_keys(d), shape.results), |call| &call.d_k);
-        let d_v = Results::declare::<T, HeadsCall>(p, "d_v", (SumLayout::of_keys(dv), shape.results), |call| &call.d_v);
+        let layout = |d| (SumLayout::of_keys(d), shape.results, features.ragged.packed);
+        let d_k = Results::declare::<T, HeadsCall>(p, "d_k", layout(d), |call| &call.d_k);
+        let d_v = Results::declare::<T, HeadsCall>(p, "d_v", layout(dv), |call| &call.d_v);
         let parts = p.pointer::<f32>("head_parts", |call| call.parts);
         let count = p.u32("count", |call| call.count);
         let (blocks, heads) = (p.divisor("blocks", |call| call.blocks), p.divisor("heads", |call| call.heads));
@@ -181,7 +189,8 @@ where
                         true => start.mul_wide(results.row_stride),
                         false => batch.mul_wide(results.batch_stride),
                     };
-                    let rows = StepRows { to: results.head::<T>(of_sequence, head), step: nth, q_len: rows, scale };
+                    let (to, of) = (results.head::<T>(of_sequence, head), HeadRows { batch, head, start });
+                    let rows = StepRows { to, of, step: nth, q_len: rows, scale };
                     let parts = ResultParts { first: first.at(w.constant(before)), part, count };
                     for from in (0..results.items()).step_by(ITEMS * THREADS as usize) {
                         parts.add_items(w, results, rows, from);

@@ -1,4 +1,4 @@
-//! Gradients of attention: two to four kernels, and small ones for sinks, auxiliary gradients and block masks.
+//! Gradients of attention: three to five kernels, and small ones for sinks, auxiliary gradients and block masks.
 //!
 //! With z = scale s, p = e^(z - LSE) and delta = sum of d_o o over a row, less the gradient of its LSE:
 //! d_p = d_o v^T, d_z = p (d_p - delta), d_v = p^T d_o, d_k = scale d_z^T q, d_q = scale d_z k.
@@ -7,6 +7,7 @@
 //! 2. [`main`] (on Hopper), [`tcgen05`] (on data-centre Blackwell) or [`mma_sync`] (on every GPU since Ampere) computes d_k, d_v and the sums of d_q. With the [rounding service](d_q) it also converts d_q to 16 bits.
 //! 3. [`finish`] converts d_q otherwise.
 //! 4. [`heads`] adds the parts of d_k and d_v, if the query heads of a key/value head are spread over CTAs.
+//! 5. [`repair`] computes rows again that hidden rows made NaN (`marks`); usually there are none.
 //!
 //! A row without keys has a gradient of zeros.
 //!
@@ -22,11 +23,13 @@ pub mod finish;
 pub mod heads;
 mod load;
 pub mod main;
+mod marks;
 pub mod mma_sync;
 mod modifiers;
 mod order;
 pub mod plan;
 pub mod prepare;
+pub mod repair;
 mod schedules;
 mod shape;
 mod share;

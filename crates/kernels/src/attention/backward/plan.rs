@@ -18,7 +18,7 @@ pub use crate::attention::backward::tensors::Tensors;
 use crate::attention::backward::tensors::named;
 use crate::attention::backward::{
     Adds, BackwardConfig, Features, ModifierGradients, Order, Share, Spread, finish, heads as add_heads, main,
-    mma_sync, prepare, sinks, tcgen05, zero,
+    mma_sync, prepare, repair, sinks, tcgen05, zero,
 };
 use crate::attention::forward::plan::NoKernel;
 use crate::configs::ConfigTable;
@@ -65,7 +65,7 @@ pub struct BackwardPlan {
 }
 
 /// The kernels of a call. They run in this order: prepare, zero, block_table or expression, step ranges, sinks, main, heads,
-/// finish, exact.
+/// finish, exact, repair.
 #[derive(Clone)]
 pub struct Kernels {
     /// Runs first: delta, the LSE in powers of two, and zeros.
@@ -88,6 +88,8 @@ pub struct Kernels {
     pub expression: Option<BlockKernels>,
     /// Finds the steps of each key tile under a block mask, in any order of additions.
     pub step_ranges: Option<Arc<Kernel>>,
+    /// Runs last: computes rows again that hidden rows made NaN.
+    pub repair: Arc<Kernel>,
     /// The bindings of the launches' arguments.
     pub bindings: Arc<KernelBindings>,
 }
@@ -101,15 +103,17 @@ pub struct KernelBindings {
     sinks: Option<Bindings<sinks::SinksCall>>,
     zero: Option<Bindings<zero::ZeroCall>>,
     exact: Option<Bindings<exact::ExactCall>>,
+    repair: Bindings<repair::RepairCall>,
 }
 
 impl Kernels {
     /// All kernels of the call.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        let Kernels { finish, heads, sinks, zero, exact, block_table, expression, step_ranges, .. } = self;
+        let Kernels { prepare, main, finish, heads, sinks, zero, exact, .. } = self;
+        let Kernels { block_table, expression, step_ranges, repair, .. } = self;
         let some = [finish, heads, sinks, zero, exact, block_table, step_ranges];
         let of_expression = expression.iter().flat_map(BlockKernels::all);
-        [&self.prepare, &self.main].into_iter().chain(some.into_iter().flatten()).chain(of_expression)
+        [prepare, main].into_iter().chain(some.into_iter().flatten()).chain(of_expression).chain([repair])
     }
 }
 
@@ -340,6 +344,7 @@ impl BackwardPlan {
         let (sinks, of_sinks) = parts(self.facts.has_sinks.then(|| sinks::program(target)))?;
         let (zero, of_zero) = parts(has_aux.then(|| zero::program(target)))?;
         let (exact, of_exact) = parts(is_exact.then(|| exact::program(target)))?;
+        let (repair, of_repair) = repair::program::<T>(target, features, shape)?.split();
         let (blocks, expression) = (self.facts.blocks, &self.facts.expression);
         let lists = blocks.filter(|_| expression.is_none());
         let block_table = lists.map(|_| block_table::kernel(target)).transpose()?.map(Arc::new);
@@ -353,6 +358,7 @@ impl BackwardPlan {
             sinks: of_sinks,
             zero: of_zero,
             exact: of_exact,
+            repair: of_repair,
         };
         Ok(Kernels {
             prepare,
@@ -365,6 +371,7 @@ impl BackwardPlan {
             block_table,
             expression,
             step_ranges,
+            repair,
             bindings: Arc::new(bindings),
         })
     }

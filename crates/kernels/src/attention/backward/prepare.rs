@@ -46,6 +46,9 @@ pub(crate) struct PrepareCall {
     pub value_dim: u32,
     /// Counters to zero.
     pub words: u32,
+    /// Marks to zero: four words each.
+    pub marks: Span,
+    pub mark_fours: u32,
     pub heads: u32,
     /// Padded rows of a head.
     pub rows: u32,
@@ -60,7 +63,8 @@ where
     Ok(program::<T>(target, features, &KernelShape::plain(features, config))?.into_kernel())
 }
 
-/// Writes delta and -LSE log2(e) of rows in the order batch, eight queries, head, query. Zeroes sums of d_q and counters.
+/// Writes delta and -LSE log2(e) of rows in the order batch, eight queries, head, query. Zeroes sums of d_q, counters and
+/// marks.
 pub(crate) fn program<T: Half>(
     target: Target,
     features: &Features,
@@ -105,6 +109,8 @@ struct Prepare<'k, T> {
     lse_rows: Val<'k, u32>,
     value_dim: Val<'k, u32>,
     words: Val<'k, u32>,
+    marks: Pointer<'k, u32>,
+    mark_fours: Val<'k, u32>,
     heads: Divisor<'k>,
     rows: Divisor<'k>,
     sides: Option<Sides<'k>>,
@@ -130,6 +136,8 @@ where
         let lse_rows = p.u32("lse_rows", |call| call.lse_rows);
         let value_dim = p.u32("value_dim", |call| call.value_dim);
         let words = p.u32("words", |call| call.words);
+        let marks = p.pointer("marks", |call| call.marks);
+        let mark_fours = p.u32("mark_fours", |call| call.mark_fours);
         let heads = p.divisor("heads", |call| call.heads);
         let rows = p.divisor("rows", |call| call.rows);
         let sides =
@@ -152,18 +160,22 @@ where
             lse_rows,
             value_dim,
             words,
+            marks,
+            mark_fours,
             heads,
             rows,
             sides,
         }
     }
 
-    /// Zeroes counters and the sums of the warp's rows. Returns the first row.
+    /// Zeroes counters, marks and the sums of the warp's rows. Returns the first row.
     fn zero(&self, w: &Scope<'k, Block>) -> Val<'k, u32> {
         let d = self.dims[0];
         // There are fewer words than threads (`plan::properties` checks it).
         let thread = w.cta().mul_add(32, w.thread());
         w.when(thread.lt(self.words), |w| self.counters.store(w, thread, 0));
+        let none = w.constant(0u32);
+        w.each(thread, self.mark_fours, w.ctas() * 32, |w, four| self.marks.store_some(w, four * 4, [none; 4]));
         // The last rows go first: the first rows, which the main kernel needs first, are then still in the L2 cache.
         let first = (w.ctas() - 1 - w.cta()) * ROWS;
         let zero = w.constant(0.0f32);

@@ -9,6 +9,7 @@ use crate::attention::backward::d_q::split_tiles::{self, SplitTiles};
 use crate::attention::backward::d_q::zero_fill::{self, ZeroFill};
 use crate::attention::backward::finish::ResultArgs;
 use crate::attention::backward::heads::HeadParts;
+use crate::attention::backward::marks::{MarkArgs, Marks};
 use crate::attention::backward::modifiers::{ModifierArgs, ModifierParams};
 use crate::attention::backward::tensors::ThreadRows;
 use crate::attention::backward::tiles::{Of, TileMap, TileMapArgs, Work};
@@ -18,8 +19,8 @@ use crate::parts::mask::Spans;
 use fulgurite_core::Exp;
 use fulgurite_ptx::device::{Span, TensorSpan};
 use fulgurite_ptx::{
-    Builder, ClusterBroadcast, Group, Half, Mailbox, Pair, PeerTiles, Pipe, Pointer, Scope, Tensor, TileShape, Val,
-    Who, Word,
+    Acc, Builder, ClusterBroadcast, Group, Half, Mailbox, Pair, PeerTiles, Pipe, Pointer, Scope, Tensor, TileShape,
+    Val, Who, Word,
 };
 use std::rc::Rc;
 
@@ -42,6 +43,8 @@ pub(crate) struct Call {
     pub sums: Span,
     /// f32 parts of d_k and d_v, if heads are spread over CTAs.
     pub head_parts: Span,
+    /// Marks of d_k and d_v.
+    pub marks: [MarkArgs; 2],
     /// f32 d_k and d_v, if the main kernel stores them or adds to them.
     pub key_rows: Option<[ResultArgs; 2]>,
     /// The first word counts tiles that are handed out, the next two belong to the zero fill.
@@ -119,6 +122,8 @@ pub(crate) struct Main<'k> {
     pub inputs: Inputs<'k>,
     d_k: Option<Tensor<'k>>,
     d_v: Option<Tensor<'k>>,
+    /// The marks of both, if they have tensors.
+    marks: Option<[Marks<'k>; 2]>,
     /// The memory of f32 d_k and d_v or of their parts, which replaces both tensors if heads are spread over CTAs, or
     /// results are f32.
     pub parts: Option<HeadParts<'k>>,
@@ -161,6 +166,7 @@ impl<'k> Main<'k> {
         let in_f32 = shape.results.is_f32();
         let d_k = (!spreads && !in_f32).then(|| p.tensor("d_k", result(d), rank, |call| call.d_k.clone()));
         let d_v = (!spreads && !in_f32).then(|| p.tensor("d_v", result(dv), rank, |call| call.d_v.clone()));
+        let marks = (!spreads && !in_f32).then(|| declare_marks(p, features));
         let shift = p.pointer::<f32>("shift", |call| call.shift);
         let delta = p.pointer::<f32>("delta", |call| call.delta);
         let inputs = Inputs { q, d_o, k: key, v: value, shift, delta };
@@ -214,6 +220,7 @@ impl<'k> Main<'k> {
             inputs,
             d_k,
             d_v,
+            marks,
             parts,
             counters,
             d_q,
@@ -232,6 +239,13 @@ impl<'k> Main<'k> {
         result.as_ref().expect("bug in fulgurite: d_k and d_v have no tensor when threads store them")
     }
 
+    /// Marks a warpgroup's part of a result, which begins at a column and a key, where it is not finite.
+    #[track_caller]
+    pub fn check(&self, w: &Scope<'k, Group>, work: &Work<'k>, (of, result): (Of, &Acc<'k>), at: [Val<'k, u32>; 2]) {
+        let marks = self.marks.as_ref().expect("bug in fulgurite: results in parts are checked when they are added");
+        marks[usize::from(of == Of::DV)].check(w, result, |_| self.map.marked(work, at));
+    }
+
     /// Index of a warpgroup's part of d_q, from the warpgroup's index in its CTA.
     #[track_caller]
     pub fn quarter(&self, w: &Scope<'k, Group>, own: Val<'k, u32>) -> Val<'k, u32> {
@@ -244,6 +258,15 @@ impl<'k> Main<'k> {
         let first = work.tile * self.config.keys();
         self.pair.as_ref().map_or(first, |_| w.cluster_rank().mul_add(self.config.cta_keys(), first))
     }
+}
+
+/// Declares the marks of d_k and d_v.
+pub(crate) fn declare_marks<'k>(p: &Params<'k, Call>, features: &Features) -> [Marks<'k>; 2] {
+    let packed = features.ragged.packed;
+    [
+        Marks::declare(p, "d_k", packed, |call: &Call| &call.marks[0]),
+        Marks::declare(p, "d_v", packed, |call: &Call| &call.marks[1]),
+    ]
 }
 
 /// Declares the services of a kernel and its tiles. `ordered` is finished later, because CTA pairs add shared memory to it.

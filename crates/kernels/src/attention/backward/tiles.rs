@@ -1,5 +1,6 @@
 //! Key tiles: the tile of a number, the position of its sequence, and the steps of queries that see it.
 
+use crate::attention::backward::marks::{HeadRows, MarkedPart};
 use crate::attention::backward::spread::HeadSpread;
 use crate::attention::backward::step_ranges::{RangeArgs, StepRanges};
 use crate::attention::backward::{BackwardConfig, KernelShape, Spread as SpreadShape};
@@ -475,6 +476,16 @@ impl<'k> TileMap<'k> {
                 (RowsOf::Start(start), Some(rows))
             }
         }
+    }
+
+    /// The part of d_k or d_v that begins at a column and a key of a tile's sequence, for marks. Heads are not spread.
+    pub fn marked(&self, work: &Work<'k>, [col, key]: [Val<'k, u32>; 2]) -> MarkedPart<'k> {
+        let (start, rows) = match work.sequence {
+            Sequence::Dense(s) => (key.literal(0), s.k_len),
+            Sequence::Ragged(s) => (s.k_start, s.k_room),
+        };
+        let of = HeadRows { batch: work.batch, head: work.head, start };
+        MarkedPart { of, first: [key, col], rows }
     }
 
     /// Keys up to the last one that some query sees.

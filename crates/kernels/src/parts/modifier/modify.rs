@@ -96,6 +96,21 @@ impl<'a, 'k, A: RowView<'k>> Modify<'a, 'k, A> {
         changer.change(At { row, col: 0, score: Some([raw, self.scale]) }, raw, full)
     }
 
+    /// As [`one`](Self::one), in a block of this kind if the mask has blocks.
+    pub fn one_in_block(
+        &self,
+        w: &Scope<'k, Group>,
+        raw: Val<'k, f32>,
+        row: usize,
+        key: Val<'k, i32>,
+        kind: Option<BlockKind<'k>>,
+    ) -> Val<'k, f32> {
+        let Some(BlockKind(kind)) = kind else { return self.one(w, raw, row, key, None) };
+        let (full, partial) = (kind.eq(BlockKind::FULL), kind.eq(BlockKind::PARTIAL));
+        let score = self.one(w, raw, row, key, Some(full));
+        (full | partial).select(score, f32::NEG_INFINITY)
+    }
+
     /// The kind of the block that holds a tile, whose first column is `key` of the sequence.
     pub fn block_kind(&self, w: &Scope<'k, Group>, key: Val<'k, i32>) -> Option<BlockKind<'k>> {
         let running = self.block_kind.as_ref()?;
@@ -178,6 +193,15 @@ impl<'a, 'k> Function<'a, 'k> {
         let elements = s.elements().enumerate();
         let at = |(i, x)| At { row: A::row_of(i), col: A::col_of(i), score: Some([x, self.scale]) };
         elements.map(|element| evaluation.step(last, at(element))).collect()
+    }
+
+    /// The program's value for one raw score of the thread's `row`-th row, in column `first`.
+    pub fn one(&self, w: &Scope<'k, Group>, raw: Val<'k, f32>, row: usize, first: Val<'k, i32>) -> Val<'k, f32> {
+        let (parameters, running) = (self.parameters, &self.running);
+        let (place, quick, known) = (None, None, HashMap::new());
+        let mut evaluation = Evaluation { w, running, parameters, place, key: Some(first), quick, known };
+        let last = running.analysed.program.steps().len() - 1;
+        evaluation.step(last, At { row, col: 0, score: Some([raw, self.scale]) }).float()
     }
 
     /// The program's values for the raw scores of a block that starts at column `first`.

@@ -20,6 +20,7 @@ use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service};
 use crate::attention::backward::d_q::split_tiles::SplitTiles;
 use crate::attention::backward::d_q::zero_fill;
 use crate::attention::backward::finish::{Item, ResultArgs, Results, StepRows, SumLayout};
+use crate::attention::backward::marks::HeadRows;
 use crate::attention::backward::tiles::{TileMap, Work};
 use crate::params::{Lens, Params, given};
 use crate::parts::schedule::Equal;
@@ -112,9 +113,8 @@ impl<'k> Round<'k> {
     where
         Pair<T>: Word,
     {
-        let results = Results::declare::<T, C>(p, "d_q", (SumLayout::of_queries(shape), shape.results), move |call| {
-            &given(args(call)).d_q
-        });
+        let layout = (SumLayout::of_queries(shape), shape.results, false);
+        let results = Results::declare::<T, C>(p, "d_q", layout, move |call| &given(args(call)).d_q);
         let messages = Ring::new(p.builder().token_ring("rounding", DEPTH, &[1, 1, 4 * GROUPS, 1]), NAME, EVENTS, log);
         let added = p.array("added", move |call| given(args(call)).added);
         let rounded = p.array("rounded", move |call| given(args(call)).rounded);
@@ -301,9 +301,11 @@ impl<'k> Round<'k> {
         self.each_item(w, part, sums, |w, from, [step, item]| {
             let [nth, step] = self.steps.div_rem(step);
             let of_sequence = part.batch.mul_wide(results.batch_stride);
-            let to = results.head::<T>(of_sequence, map.first_head(part.head) + nth);
+            let head = map.first_head(part.head) + nth;
+            let to = results.head::<T>(of_sequence, head);
+            let of = HeadRows { batch: part.batch, head, start: head.literal(0) };
             let fours: Vec<_> = from.iter().map(|four| four.map(|x| x.get())).collect();
-            let rows = StepRows { to, step, q_len: results.rows, scale };
+            let rows = StepRows { to, of, step, q_len: results.rows, scale };
             results.store(w, rows, &Item::Half(item, fours), &Vec::new());
         });
     }

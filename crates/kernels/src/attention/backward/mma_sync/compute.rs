@@ -6,7 +6,7 @@
 use crate::attention::backward::cursor::Cursor;
 use crate::attention::backward::mma_sync::params::SyncParams;
 use crate::attention::backward::mma_sync::stages::{Side, SyncStages, When};
-use crate::attention::backward::modifiers::{ModifierRole, clean_words};
+use crate::attention::backward::modifiers::ModifierRole;
 use crate::attention::backward::state::Call;
 use crate::attention::backward::tiles::{Of, Work};
 use crate::attention::backward::walk::{probabilities_of, score_gradients_of};
@@ -190,10 +190,6 @@ where
         // These copies belong to the group of the first stage.
         stages.ring().copy(w, *k, params.rows(Of::K, &self.work, head, first));
         stages.ring().copy(w, *v, params.rows(Of::V, &self.work, head, first));
-        if params.modifiers.as_ref().is_some_and(|modifiers| modifiers.hides()) {
-            stages.ring().settle(w);
-            clean_words::<T>(w, &[*k, *v]);
-        }
         stages.start(w, &|w, what, to| self.load(w, what, to));
         self.set_limits(w);
         self.set_head(w);
@@ -269,6 +265,10 @@ where
     fn finish(&self, w: &Scope<'k, Group>) {
         let SyncBackward { params, keys, dims: [d, dv], k, v, .. } = self.kernel;
         let [to_k, to_v] = [(k, *d), (v, *dv)].map(|(tile, cols)| tile.overlay(halved::<T>(*keys, cols)));
+        for (result, marks) in [&self.d_k, &self.d_v].into_iter().zip(&params.marks) {
+            let at = [self.own * result.cols(), self.first_key()];
+            marks.check(w, result, |_| params.map.marked(&self.work, at));
+        }
         w.sync_role(&self.all);
         self.d_k.write_with::<T>(w, to_k.cols(self.own, d / 2), |_, x| x * params.scale);
         self.d_v.write_with::<T>(w, to_v.cols(self.own, dv / 2), |_, x| x);

@@ -1,8 +1,9 @@
 //! The parameters of the `mma.sync` kernel, each with its launch argument.
 
 use crate::attention::backward::d_q::service::Log;
+use crate::attention::backward::marks::Marks;
 use crate::attention::backward::modifiers::ModifierParams;
-use crate::attention::backward::state::Call;
+use crate::attention::backward::state::{Call, declare_marks};
 use crate::attention::backward::tiles::{Of, TileMap, Work};
 use crate::attention::backward::{Features, KernelShape};
 use crate::params::{Params, given};
@@ -28,6 +29,8 @@ pub(super) struct SyncParams<'k> {
     pub delta: Pointer<'k, f32>,
     /// f32 sums of d_q.
     pub sums: Pointer<'k, f32>,
+    /// The marks of d_k and d_v.
+    pub marks: [Marks<'k>; 2],
     pub map: TileMap<'k>,
     pub modifiers: Option<ModifierParams<'k>>,
     pub scale_log2: Val<'k, f32>,
@@ -54,6 +57,7 @@ impl<'k> SyncParams<'k> {
         let shift = p.pointer::<f32>("shift", |call| call.shift);
         let delta = p.pointer::<f32>("delta", |call| call.delta);
         let sums = p.pointer::<f32>("sums", |call| call.sums);
+        let marks = declare_marks(p, features);
         let spans = Spans::of(&features.mask).transposed();
         let map = TileMap::declare(p, |call: &Call| &call.map, (shape, false, ragged), spans);
         // The kernel has no service that waits, so the log stays empty.
@@ -61,7 +65,7 @@ impl<'k> SyncParams<'k> {
         let modifiers = ModifierParams::declare(p, |call: &Call| &call.modifiers, modifiers, &Log::new());
         let scale_log2 = p.f32("scale_log2", |call| call.scale_log2);
         let scale = p.f32("scale", |call| call.scale);
-        SyncParams { rows, equal, shift, delta, sums, map, modifiers, scale_log2, scale }
+        SyncParams { rows, equal, shift, delta, sums, marks, map, modifiers, scale_log2, scale }
     }
 
     /// The rows of a tensor in a tile's sequence, from row `first` on.

@@ -6,4 +6,4 @@ mod role;
 
 pub(crate) use data::is_one;
 pub use data::{ModifierGradients, RegisterPressure};
-pub(crate) use role::{AuxGradientArgs, ModifierArgs, ModifierParams, ModifierRole, clean, clean_words};
+pub(crate) use role::{AuxGradientArgs, ModifierArgs, ModifierParams, ModifierRole};

@@ -8,7 +8,7 @@ use crate::params::{Lens, Params};
 use crate::parts::modifier::{AuxArgs, BlockKind, Function, Modify, Parameters, Tanh, TilePosition};
 use fulgurite_core::expr::Program;
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Acc, Group, Half, Pair, Pointer, RowView, Scope, Tile, Val, Word};
+use fulgurite_ptx::{Acc, Group, Pointer, RowView, Scope, Val};
 use std::rc::Rc;
 
 /// For each axis of a tensor: the last index and the stride, in elements.
@@ -85,11 +85,6 @@ impl<'k> ModifierParams<'k> {
         let sums = sums.collect();
         let q_len = (!ragged).then(|| p.u32("q_len", move |call| args(call).q_len));
         Some(ModifierParams { modifiers: modifiers.clone(), parameters, sums, q_len })
-    }
-
-    /// Whether a mask hides single elements.
-    pub fn hides(&self) -> bool {
-        self.modifiers.modifiers.hides()
     }
 
     /// The modifiers in a compute role, on the accumulators of any tensor unit.
@@ -205,10 +200,10 @@ impl<'k, A: RowView<'k>> ModifierRole<'_, 'k, A> {
             let delta = delta(eight);
             for i in 0..each {
                 let at = each * eight as usize + i;
-                let x = p[at].gt(0.0).select::<f32>((elements[at] - delta.as_ref()[i % run]) * p[at], 0.0);
+                let x = p[at].eq(0.0).select::<f32>(0.0, (elements[at] - delta.as_ref()[i % run]) * p[at]);
                 d_m.push(x);
                 let d_z = match &slopes.score {
-                    Some(slope) => p[at].gt(0.0).select::<f32>(x * slope[at], 0.0),
+                    Some(slope) => p[at].eq(0.0).select::<f32>(0.0, x * slope[at]),
                     None => x,
                 };
                 d_p.set(at, d_z);
@@ -221,7 +216,7 @@ impl<'k, A: RowView<'k>> ModifierRole<'_, 'k, A> {
                     .iter()
                     .zip(slope)
                     .zip(&p)
-                    .map(|((x, slope), p)| p.gt(0.0).select::<f32>(*x * *slope, 0.0))
+                    .map(|((x, slope), p)| p.eq(0.0).select::<f32>(0.0, *x * *slope))
                     .collect(),
                 None => d_m.clone(),
             };
@@ -270,31 +265,5 @@ impl<'k, A: RowView<'k>> ModifierRole<'_, 'k, A> {
             }
             (false, false) => terms.iter().zip(places).for_each(|(&x, &at)| to.add(w, at, x)),
         }
-    }
-}
-
-/// Replaces NaN and infinities in tiles of keys and values by zeros. A hidden key has a probability of 0, and 0 times NaN would
-/// show. If a visible key is not finite, LSE and delta already carry it, so nothing is lost.
-pub(crate) fn clean<'k, T: Half>(w: &Scope<'k, Group>, tiles: &[Tile<'k>])
-where
-    Pair<T>: Word,
-{
-    clean_words::<T>(w, tiles);
-    w.publish_shared();
-}
-
-/// Replaces values that are not finite in tiles that only threads read.
-pub(crate) fn clean_words<'k, T: Half>(w: &Scope<'k, Group>, tiles: &[Tile<'k>])
-where
-    Pair<T>: Word,
-{
-    let exponent: u32 = if T::NUMBER == fulgurite_ptx::Number::Bf16 { 0x7f80 } else { 0x7c00 };
-    for &tile in tiles {
-        w.change_words(tile, |word| {
-            let low = (word & exponent).eq(exponent);
-            let word = low.select(word & 0xffff_0000, word);
-            let high = (word & (exponent << 16)).eq(exponent << 16);
-            high.select(word & 0xffff, word)
-        });
     }
 }

@@ -3,16 +3,17 @@
 use crate::attention::backward::d_q::zero_fill::ZEROS;
 use crate::attention::backward::d_q::{exact, ordered, round, split_tiles, zero_fill};
 use crate::attention::backward::finish::{self, ResultArgs};
+use crate::attention::backward::marks::MarkArgs;
 use crate::attention::backward::modifiers::{AuxGradientArgs, ModifierArgs};
 use crate::attention::backward::plan::bands::RoundParts;
 use crate::attention::backward::plan::deal::Deal;
-use crate::attention::backward::plan::scratch::Scratch;
+use crate::attention::backward::plan::scratch::{SOME_MARKED, Scratch};
 use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, UNIT, seen};
 use crate::attention::backward::state::Call;
 use crate::attention::backward::step_ranges::{self, RangeArgs};
 use crate::attention::backward::tensors::{RowArgs, ThreadRows};
 use crate::attention::backward::tiles::{DenseArgs, TileMapArgs};
-use crate::attention::backward::{BackwardConfig, Order, heads, prepare, sinks, zero};
+use crate::attention::backward::{BackwardConfig, Order, heads, prepare, repair, sinks, zero};
 use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
 use crate::parts::block_table;
 use crate::parts::expression_blocks::Results;
@@ -73,10 +74,12 @@ impl BackwardPlan {
         }
         let main = self.main(kernels, tensors, &scratch, multiprocessors)?;
         let heads = main.is_some().then(|| self.heads(kernels, tensors, &scratch)).flatten();
+        let repair = main.is_some().then(|| self.repair(kernels, tensors, &scratch, multiprocessors));
         launches.extend(main);
         launches.extend(heads);
         launches.extend(self.finish(kernels, tensors, &scratch));
         launches.extend(rounding);
+        launches.extend(repair);
         Ok(Plan { launches })
     }
 
@@ -100,6 +103,8 @@ impl BackwardPlan {
             delta: scratch.delta,
             sums: scratch.d_q_sums,
             counters: scratch.counters,
+            marks: scratch.marks,
+            mark_fours: (facts.mark_words().iter().sum::<u64>() / 4) as u32,
             all_rows: schedule.rows as u32,
             sum_rows: schedule.zeroed_rows() as u32,
             lse_rows: facts.lengths()[0] as u32,
@@ -166,7 +171,7 @@ impl BackwardPlan {
     fn finish(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Option<Launch> {
         let (kernel, bindings) = kernels.finish.clone().zip(kernels.bindings.finish.as_ref())?;
         let call = finish::FinishCall {
-            d_q: self.results(tensors),
+            d_q: self.results(tensors, scratch),
             sums: scratch.d_q_sums,
             steps: self.schedule.steps as u32,
             heads: self.facts.heads[0] as u32,
@@ -180,7 +185,7 @@ impl BackwardPlan {
     /// The kernel that adds parts of d_k and d_v, if there are parts.
     fn heads(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Option<Launch> {
         let (kernel, bindings) = kernels.heads.clone().zip(kernels.bindings.heads.as_ref())?;
-        let [d_k, d_v] = self.key_results(tensors);
+        let [d_k, d_v] = self.key_results(tensors, scratch);
         let blocks = self.schedule.tiles_of_part(&self.facts) * u64::from(self.config().keys() / heads::KEYS);
         let sequences = if self.facts.features.ragged.any() { 1 } else { self.facts.batch() };
         let call = heads::HeadsCall {
@@ -197,14 +202,52 @@ impl BackwardPlan {
         Some(bindings.launch(kernel, grid, &call))
     }
 
-    fn results(&self, tensors: &Tensors) -> ResultArgs {
-        ResultArgs::new(&tensors.d_q, self.facts.lengths()[0], self.facts.features.dims[0], self.facts.results)
+    /// The kernel that computes marked rows again.
+    fn repair(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>, multiprocessors: u32) -> Launch {
+        let facts = &self.facts;
+        let [q_len, k_len] = facts.lengths().map(|n| n as u32);
+        let [d_k, d_v] = self.key_results(tensors, scratch);
+        let call = repair::RepairCall {
+            rows: [&tensors.q, &tensors.k, &tensors.v, &tensors.d_o].map(RowArgs::new),
+            results: [self.results(tensors, scratch), d_k, d_v],
+            shift: scratch.shift,
+            delta: scratch.delta,
+            lengths: [q_len, k_len],
+            result_rows: facts.result_rows().map(|rows| rows as u32),
+            heads: facts.heads.map(|n| n as u32),
+            padded_rows: self.head_rows() as u32,
+            sequences: self.sequences(tensors),
+            aux: self.aux(tensors, scratch.block_table),
+            scale_log2: self.scale_log2(),
+            scale: facts.scale,
+        };
+        kernels.bindings.repair.launch(kernels.repair.clone(), [multiprocessors.max(1), 1, 1], &call)
+    }
+
+    fn results(&self, tensors: &Tensors, scratch: &Scratch<Span>) -> ResultArgs {
+        let marked = (self.facts.results, self.marks(scratch)[0]);
+        ResultArgs::new(&tensors.d_q, self.facts.lengths()[0], self.facts.features.dims[0], marked)
+    }
+
+    /// The marks of d_q, d_k and d_v.
+    fn marks(&self, scratch: &Scratch<Span>) -> [MarkArgs; 3] {
+        let ([q_rows, k_rows], [q_heads, kv_heads]) = (self.facts.lengths(), self.facts.heads);
+        let words = self.facts.mark_words();
+        let some = scratch.counters.from(SOME_MARKED * 4);
+        let of = |n: usize, rows: u64, heads: u64| {
+            let before: u64 = words[..n].iter().sum();
+            let words = scratch.marks.from(before * 4).first(words[n] * 4);
+            MarkArgs { some, words, rows: rows as u32, heads: heads as u32 }
+        };
+        [of(0, q_rows, q_heads), of(1, k_rows, kv_heads), of(2, k_rows, kv_heads)]
     }
 
     /// d_k and d_v.
-    fn key_results(&self, tensors: &Tensors) -> [ResultArgs; 2] {
+    fn key_results(&self, tensors: &Tensors, scratch: &Scratch<Span>) -> [ResultArgs; 2] {
         let ([_, rows], [d, dv]) = (self.facts.lengths(), self.facts.features.dims);
-        [(&tensors.d_k, d), (&tensors.d_v, dv)].map(|(to, d)| ResultArgs::new(to, rows, d, self.facts.results))
+        let [_, of_d_k, of_d_v] = self.marks(scratch);
+        [(&tensors.d_k, d, of_d_k), (&tensors.d_v, dv, of_d_v)]
+            .map(|(to, d, marks)| ResultArgs::new(to, rows, d, (self.facts.results, marks)))
     }
 
     /// The main kernel, unless there are no keys.
@@ -258,7 +301,7 @@ impl BackwardPlan {
             sums: scratch.split_sums,
             summed: counters(words.summed),
         });
-        let is_modified = facts.features.modifiers.modifiers.score.is_some();
+        let [_, marked_keys, marked_values] = self.marks(scratch);
         Ok(Call {
             q: rows.q,
             k: rows.k,
@@ -270,10 +313,12 @@ impl BackwardPlan {
             delta: scratch.delta,
             sums: scratch.d_q_sums,
             head_parts: scratch.head_parts,
-            key_rows: (facts.results.is_f32() && !schedule.spread.is_spread()).then(|| self.key_results(tensors)),
+            marks: [marked_keys, marked_values],
+            key_rows: (facts.results.is_f32() && !schedule.spread.is_spread())
+                .then(|| self.key_results(tensors, scratch)),
             counters: scratch.counters,
             zero_fill: schedule.shape.zero_fills.then(|| self.zero_fill()),
-            round: schedule.shape.rounds.then(|| self.round(tensors, counters(words.added), counters(words.rounded))),
+            round: schedule.shape.rounds.then(|| self.round(tensors, scratch)),
             split,
             ordered: (facts.features.order == Order::Fixed).then(|| ordered::Args { last: counters(words.turns) }),
             map: TileMapArgs {
@@ -291,9 +336,15 @@ impl BackwardPlan {
                 q_len: facts.lengths()[0] as u32,
             },
             threads: self.config().is_sync().then(|| self.thread_rows(tensors)),
-            scale_log2: if is_modified { LOG2_E } else { facts.scale * LOG2_E },
+            scale_log2: self.scale_log2(),
             scale: facts.scale,
         })
+    }
+
+    /// The factor of scores in powers of two. Modified scores already include the scale.
+    fn scale_log2(&self) -> f32 {
+        let is_modified = self.facts.features.modifiers.modifiers.score.is_some();
+        if is_modified { LOG2_E } else { self.facts.scale * LOG2_E }
     }
 
     fn zero_fill(&self) -> zero_fill::Args {
@@ -306,11 +357,13 @@ impl BackwardPlan {
         }
     }
 
-    fn round(&self, tensors: &Tensors, added: Span, rounded: Span) -> round::Args {
+    fn round(&self, tensors: &Tensors, scratch: &Scratch<Span>) -> round::Args {
+        let words = self.schedule.counters(self.facts.features.order);
+        let [added, rounded] = [words.added, words.rounded].map(|word| scratch.counters.from(word * 4));
         let (bands, steps) = (&self.schedule.bands, self.schedule.steps);
         let parts = RoundParts::new(self.schedule.spread.most() * steps, bands.tiles);
         round::Args {
-            d_q: self.results(tensors),
+            d_q: self.results(tensors, scratch),
             added,
             rounded,
             lag: bands.lag as u32,

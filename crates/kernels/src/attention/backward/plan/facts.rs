@@ -42,6 +42,22 @@ impl Facts {
         [q as u64, k as u64]
     }
 
+    /// Rows of d_q, and of d_k and d_v, in all heads.
+    pub fn result_rows(&self) -> [u64; 2] {
+        let [q, k] = self.lengths();
+        let sequences = match self.layout {
+            Layout::Dense { batch, .. } => batch as u64,
+            Layout::Packed(_) => 1,
+        };
+        [sequences * self.heads[0] * q, sequences * self.heads[1] * k]
+    }
+
+    /// Words of marks of d_q, d_k and d_v: one for each row, in whole fours.
+    pub fn mark_words(&self) -> [u64; 3] {
+        let [q, k] = self.result_rows().map(|rows| rows.next_multiple_of(4));
+        [q, k, k]
+    }
+
     /// Number of sequences.
     pub fn batch(&self) -> u64 {
         match self.layout {

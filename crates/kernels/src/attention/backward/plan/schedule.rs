@@ -155,6 +155,7 @@ impl Schedule {
             shift: self.rows * 4,
             delta: self.rows * 4,
             counters: self.counters(facts.features.order).count * 4,
+            marks: facts.mark_words().iter().sum::<u64>() * 4,
             block_table: facts.block_table_elements() * 4,
             extremes: facts.expression.as_ref().map_or(0, |blocks| blocks.extremes_bytes()),
             step_ranges: self.step_ranges(facts).map_or(0, |sizes| sizes.bytes()),

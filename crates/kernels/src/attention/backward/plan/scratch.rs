@@ -5,9 +5,11 @@ use fulgurite_ptx::device::Span;
 /// Alignment of a region, in bytes.
 const ALIGN: u64 = 256;
 
-/// Words at the beginning of the counters: tiles handed out, parts of the zero fill taken, parts zeroed, and one unused word
-/// that makes 16 bytes.
+/// Words at the beginning of the counters: tiles handed out, parts of the zero fill taken, parts zeroed, and whether some row
+/// is marked.
 const FIXED_WORDS: u64 = 4;
+/// The last of these.
+pub(crate) const SOME_MARKED: u64 = 3;
 
 /// One value for each region: its size or offset in bytes, or its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,6 +22,8 @@ pub(crate) struct Scratch<T> {
     pub delta: T,
     /// u32 words that are zero when the main kernel starts ([`CounterWords`]).
     pub counters: T,
+    /// For each row of d_q, then of d_k and of d_v, the elements that are not finite.
+    pub marks: T,
     /// Kind of each block of a block mask.
     pub block_table: T,
     /// Extremes of what a mask reads in each block, if the table is made from its expression.
@@ -42,6 +46,7 @@ impl<T> Scratch<T> {
             shift: f(self.shift),
             delta: f(self.delta),
             counters: f(self.counters),
+            marks: f(self.marks),
             block_table: f(self.block_table),
             extremes: f(self.extremes),
             step_ranges: f(self.step_ranges),
@@ -112,6 +117,7 @@ mod tests {
             shift: 0,
             delta: 1,
             counters: 256,
+            marks: 48,
             block_table: 4,
             extremes: 16,
             step_ranges: 8,
@@ -120,11 +126,11 @@ mod tests {
             head_parts: 257,
         };
         let at = sizes.place(Span::new(1 << 20, sizes.bytes()));
-        let starts = [at.d_q_sums, at.shift, at.delta, at.counters, at.block_table, at.extremes, at.step_ranges];
-        let starts = [&starts[..], &[at.exact_words, at.split_sums, at.head_parts]].concat();
+        let starts = [at.d_q_sums, at.shift, at.delta, at.counters, at.marks, at.block_table, at.extremes];
+        let starts = [&starts[..], &[at.step_ranges, at.exact_words, at.split_sums, at.head_parts]].concat();
         let starts: Vec<u64> = starts.into_iter().map(|span| span.address() - (1 << 20)).collect();
-        assert_eq!(starts, [0, 1024, 1024, 1280, 1536, 1792, 2048, 2304, 2304, 2816]);
-        assert_eq!(sizes.bytes(), 3328);
+        assert_eq!(starts, [0, 1024, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 2560, 3072]);
+        assert_eq!(sizes.bytes(), 3584);
     }
 
     #[test]

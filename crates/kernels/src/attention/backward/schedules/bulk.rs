@@ -20,7 +20,7 @@
 //! used right after it is computed, and takes no registers in the loop.
 
 use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
-use crate::attention::backward::modifiers::{ModifierRole, clean};
+use crate::attention::backward::modifiers::ModifierRole;
 use crate::attention::backward::schedules::{Schedule, run};
 use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::tiles::{Of, Work};
@@ -29,7 +29,7 @@ use crate::attention::backward::walk::{
 };
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{
-    Acc, DoubleTile, Fragment, Group, GroupBarrier, Half, Major, Pair, RoleBarrier, Scope, Sum, Tile, Turns, Val, Word,
+    Acc, DoubleTile, Fragment, Group, GroupBarrier, Half, Major, Pair, Scope, Sum, Tile, Turns, Val, Word,
 };
 
 /// Queries of a step that are modified together.
@@ -51,8 +51,6 @@ struct Bulk<'a, 'k, T> {
     limits: Limits<'k>,
     barrier: GroupBarrier,
     turns: Turns,
-    /// The barrier of both warpgroups, if a mask hides single elements.
-    all: Option<RoleBarrier>,
     /// Index of the warpgroup.
     own: Val<'k, u32>,
     walk: Walk<'a, 'k>,
@@ -88,29 +86,10 @@ where
         let (p, d_z) = (w.fragment::<T>(rows), w.fragment::<T>(rows));
         let limits = Limits::of_keys(w, &main.map.spans);
         let (barrier, turns) = (w.group_barrier(), w.turns());
-        let all = main.modifiers.as_ref().filter(|modifiers| modifiers.hides()).map(|_| w.role_barrier());
         let own = w.group();
         let walk = Walk::new(w, main);
         let modifiers = main.modifiers.as_ref().map(|modifiers| modifiers.in_role(w, main.scale));
-        Bulk {
-            main,
-            reduce,
-            exchange,
-            s,
-            d_p,
-            d_q,
-            d_k,
-            d_v,
-            p,
-            d_z,
-            limits,
-            barrier,
-            turns,
-            all,
-            own,
-            walk,
-            modifiers,
-        }
+        Bulk { main, reduce, exchange, s, d_p, d_q, d_k, d_v, p, d_z, limits, barrier, turns, own, walk, modifiers }
     }
 
     /// Reads the tile again: keeping it over the loop, or while pieces are joined, would take registers.
@@ -243,6 +222,7 @@ where
         if let Some(parts) = &self.main.parts {
             return parts.store(w, &self.main.map, work, (of, result), at());
         }
+        self.main.check(w, work, (of, result), at());
         let to = to(w);
         write_result::<T>(w, self.main, of, result, to);
         send_results(w, self.main, work, &self.barrier, |_| vec![(of, to, at())]);
@@ -277,10 +257,6 @@ where
         self.set_head(w);
         values.wait(w);
         keys.wait(w);
-        if let Some(all) = &self.all {
-            clean::<T>(w, &[keys.current(w)[0], values.current(w)[0]]);
-            w.sync_role(all);
-        }
         self.whole_step(w, true);
     }
 

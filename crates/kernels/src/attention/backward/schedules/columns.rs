@@ -7,7 +7,7 @@
 //! A step, of which s and d_p are already in flight: p, d_z, written | barrier | start d_q, d_v, d_k | wait for d_q, add
 //! it | start the next s and d_p, whose registers it had | wait for the rest.
 
-use crate::attention::backward::modifiers::{ModifierRole, clean};
+use crate::attention::backward::modifiers::ModifierRole;
 use crate::attention::backward::schedules::{Products, Schedule, TileEnd, run};
 use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::tiles::Work;
@@ -145,10 +145,6 @@ where
         self.set_head(w);
         values.wait(w);
         keys.wait(w);
-        if main.modifiers.as_ref().is_some_and(|modifiers| modifiers.hides()) {
-            clean::<T>(w, &[keys.current(w)[0], values.current(w)[0]]);
-            w.sync_role(&self.all);
-        }
         self.scores(w);
         self.products(w);
     }

@@ -102,6 +102,9 @@ impl<'k> TileEnd<'_, 'k> {
             parts.store(w, map, &work, (Of::DK, self.d_k), at(&work, D_K));
             return;
         }
+        for (of, result, index) in [(Of::DV, self.d_v, D_V), (Of::DK, self.d_k, D_K)] {
+            self.main.check(w, &work, (of, result), at(&work, index));
+        }
         // Both warpgroups are done with K and V.
         w.sync_role(self.all);
         let [to_k, to_v] = [(&stages.keys, D_K), (&stages.values, D_V)].map(|(ring, of)| part(of, ring.current(w)[0]));

@@ -122,6 +122,7 @@ impl<'a, 'k> Between<'a, 'k> {
         // Read the tile again: keeping it over the loop would take registers.
         let work = &main.map.read(&main.stages.tickets.again(w));
         main.stages.tickets.done(w);
+        main.check(w, work, (of, result), [w.constant(0u32), main.first_key(w, work)]);
         w.publish_shared();
         w.sync_group(barrier);
         // Elect the thread here: a kept thread index would take a register in the whole role.

@@ -8,7 +8,7 @@
 //! registers.
 
 use crate::attention::backward::cursor::Cursor;
-use crate::attention::backward::modifiers::{ModifierRole, clean};
+use crate::attention::backward::modifiers::ModifierRole;
 use crate::attention::backward::tcgen05::config::ROWS;
 use crate::attention::backward::tcgen05::construction::{HALF, Stages, TensorBackward, halved, only};
 use crate::attention::backward::tiles::{Of, Work};
@@ -58,13 +58,6 @@ where
     pub fn run(&self, w: &Scope<'k, Group>) {
         self.set_limits(w);
         self.set_head(w);
-        if let Some(cleaned) = &self.kernel.cleaned {
-            let tiles = [&self.kernel.stages.keys, &self.kernel.stages.values].map(|stage| stage.wait(w)[0]);
-            clean::<T>(w, &tiles);
-            cleaned.open(w);
-            // Other warps of the role store results over what this one has replaced.
-            cleaned.pass(w);
-        }
         w.repeat(|w, leave| {
             self.step(w);
             leave.when(self.here.left.get().eq(1));
@@ -228,31 +221,34 @@ where
             self.own.eq(0),
             |w| {
                 let staging = values.current(w)[0];
-                self.round(w, &kernel.d_v, staging, |x| x);
+                self.round(w, (Of::DV, &kernel.d_v), staging, |x| x);
                 send(w, Of::DV, staging);
             },
             |w| {
                 let staging = keys.current(w)[0];
-                self.round(w, &kernel.d_k, staging, |x| x * scale);
+                self.round(w, (Of::DK, &kernel.d_k), staging, |x| x * scale);
                 send(w, Of::DK, staging);
             },
         );
     }
 
-    /// Waits for a result and writes `f` of it to shared memory, rounded to 16 bits.
+    /// Waits for a result and writes `f` of it to shared memory, rounded to 16 bits. What is not finite is marked.
     fn round(
         &self,
         w: &Scope<'k, Group>,
-        ring: &TensorRing<'k>,
+        (of, ring): (Of, &TensorRing<'k>),
         to: Tile<'k>,
         f: impl Fn(Val<'k, f32>) -> Val<'k, f32>,
     ) {
-        let result = ring.await_full(w, only());
+        let (params, result) = (&self.kernel.params, ring.await_full(w, only()));
+        let marks = &params.marks[usize::from(of == Of::DV)];
         let cols = if result.cols().is_multiple_of(PART) { PART } else { PART / 2 };
         for part in 0..result.cols() / cols {
             let (acc, rounded) = (w.row_accumulators(cols), w.row_fragment::<T>(cols));
             w.load_tensor(&acc, result.part(part, cols));
             w.wait_tensor_loads();
+            let at = || [w.constant(part * cols), self.first_key()];
+            marks.check(w, &acc, |_| params.map.marked(&self.work, at()));
             acc.elements().enumerate().for_each(|(i, x)| acc.set(i, f(x)));
             (0..cols / 8).for_each(|eight| pack(&rounded, &acc, eight));
             w.write_row_fragment(to, part * cols, &rounded);

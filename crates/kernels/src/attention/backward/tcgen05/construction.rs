@@ -1,8 +1,9 @@
 //! The kernel under construction: its parameters, its shared memory and its tensor memory.
 
 use crate::attention::backward::d_q::service::Log;
+use crate::attention::backward::marks::Marks;
 use crate::attention::backward::modifiers::ModifierParams;
-use crate::attention::backward::state::Call;
+use crate::attention::backward::state::{Call, declare_marks};
 use crate::attention::backward::tcgen05::config::{GROUPS, ROWS};
 use crate::attention::backward::tiles::{TileMap, Work};
 use crate::attention::backward::{Features, KernelShape};
@@ -11,8 +12,8 @@ use crate::parts::mask::Spans;
 use fulgurite_core::Exp;
 use fulgurite_ptx::tcgen05::COLUMNS;
 use fulgurite_ptx::{
-    Gate, Half, Pair, Pipe, Pointer, Scope, StagedSums, Tensor, TensorRing, TensorTile, Tile, TileShape, Val, Which,
-    Who, Word,
+    Half, Pair, Pipe, Pointer, Scope, StagedSums, Tensor, TensorRing, TensorTile, Tile, TileShape, Val, Which, Who,
+    Word,
 };
 use std::marker::PhantomData;
 
@@ -32,6 +33,8 @@ pub(super) struct TensorParams<'k> {
     pub delta: Pointer<'k, f32>,
     /// f32 sums of d_q.
     pub sums: Pointer<'k, f32>,
+    /// The marks of d_k and d_v.
+    pub marks: [Marks<'k>; 2],
     pub map: TileMap<'k>,
     pub modifiers: Option<ModifierParams<'k>>,
     pub scale_log2: Val<'k, f32>,
@@ -53,6 +56,7 @@ impl<'k> TensorParams<'k> {
         let shift = p.pointer::<f32>("shift", |call| call.shift);
         let delta = p.pointer::<f32>("delta", |call| call.delta);
         let sums = p.pointer::<f32>("sums", |call| call.sums);
+        let marks = declare_marks(p, features);
         let spans = Spans::of(&features.mask).transposed();
         let map = TileMap::declare(p, |call: &Call| &call.map, (shape, false, features.ragged), spans);
         let modifiers = (&features.modifiers, features.ragged.any());
@@ -60,7 +64,7 @@ impl<'k> TensorParams<'k> {
         let modifiers = ModifierParams::declare(p, |call: &Call| &call.modifiers, modifiers, &Log::new());
         let scale_log2 = p.f32("scale_log2", |call| call.scale_log2);
         let scale = p.f32("scale", |call| call.scale);
-        TensorParams { q, k, v, d_o, d_k, d_v, shift, delta, sums, map, modifiers, scale_log2, scale }
+        TensorParams { q, k, v, d_o, d_k, d_v, shift, delta, sums, marks, map, modifiers, scale_log2, scale }
     }
 }
 
@@ -86,8 +90,6 @@ pub(super) struct TensorBackward<'k, T> {
     pub d_z: Tile<'k>,
     /// Buffers through which d_q leaves.
     pub staging: StagedSums<'k>,
-    /// Opens when keys and values that are not finite are replaced, if a mask hides single elements.
-    pub cleaned: Option<Gate<'k>>,
     /// s of a step, and over parts of it p. The compute role answers when it has written p.
     pub scores: TensorRing<'k>,
     /// d_p of a step, and over parts of it d_z. The compute role answers when it has written d_z.
@@ -123,8 +125,6 @@ where
         };
         let d_z = builder.tile("d_z", tile(ROWS));
         let staging = builder.staged_sums("d_q", config.sum_cols(d));
-        let hides = params.modifiers.as_ref().is_some_and(|modifiers| modifiers.hides());
-        let cleaned = hides.then(|| builder.gate("cleaned", 4 * GROUPS));
         let columns = |cols| builder.tensor_accumulators(1, cols);
         let (s, d_p, d_v, d_k) = (columns(ROWS), columns(ROWS), columns(dv), columns(d));
         let sums_over_products = 2 * ROWS + dv + 2 * d > COLUMNS;
@@ -136,7 +136,6 @@ where
             stages,
             d_z,
             staging,
-            cleaned,
             scores: builder.tensor_ring_of("s", s, GROUPS),
             products: builder.tensor_ring_of("d_p", d_p, GROUPS),
             sums: builder.tensor_ring_of("d_q", d_q, 1),

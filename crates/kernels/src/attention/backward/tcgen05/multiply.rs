@@ -19,9 +19,6 @@ where
     Pair<T>: Word,
 {
     let role = Multiply { kernel, key: kernel.stages.keys.wait(w)[0], value: kernel.stages.values.current(w)[0] };
-    if let Some(cleaned) = &kernel.cleaned {
-        cleaned.pass(w);
-    }
     let left = Cursor::new(w, &kernel.params.map, work).left;
     let onto = w.var(false);
     role.scores(w);
