@@ -3,10 +3,10 @@
     import fulgurite.jax
     o = jax.jit(lambda q, k, v: fulgurite.jax.attention(q, k, v, causal=True))(q, k, v)
 
-A call is one foreign call in the compiled program (`jax.ffi`): the engine reads and writes XLA's buffers in place, on the
-CPU and on NVIDIA GPUs. Gradients are those of the extension, by `jax.custom_vjp`; forward-mode and second derivatives do
-not exist. `vmap` joins its axis with the batch axis; where that could change the meaning, because a mask, a modifier or a
-tensor depends on the batch, it runs one call after the other.
+A call is one foreign call in the compiled program (`jax.ffi`): the engine reads and writes XLA's buffers in place, on
+the CPU and on NVIDIA GPUs. Gradients are those of the extension, by `jax.custom_vjp`; forward-mode and second
+derivatives do not exist. `vmap` joins its axis with the batch axis; where that could change the meaning, because a
+mask, a modifier or a tensor depends on the batch, it runs one call after the other.
 """
 
 from __future__ import annotations
