@@ -6,7 +6,8 @@
 
 NumPy arrays, torch tensors and arrays that support DLPack (such as JAX's) are read in place, with any strides as long
 as the last axis is contiguous; results are of the same kind. torch tensors have gradients, and torch.compile sees one
-operator. Invalid calls raise ValueError with a message that says what is allowed.
+operator. Programs that JAX traces call `fulgurite.jax.attention`. Invalid calls raise ValueError with a message that
+says what is allowed.
 
 `attention` covers all features. The functions of flash-attn (`flash_attn_func` and its relatives) and of torch
 (`scaled_dot_product_attention`, `flex_attention`) offer them under familiar signatures, and

@@ -11,6 +11,12 @@ def is_torch(array) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def is_traced_by_jax(array) -> bool:
+    """Whether this is an array of a JAX program that is being traced, without importing JAX."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.core.Tracer)
+
+
 def shape_of(name, array, layout) -> tuple:
     """The shape of an argument that should be an array with the axes of `layout`."""
     shape = getattr(array, "shape", None)
@@ -33,6 +39,10 @@ def integers(name, values):
         if there and values.device.type == "cpu" and values.element_size() > 4 and values.numel():
             _fits(name, int(values.min()), int(values.max()))
         return values.to(torch.int32).contiguous()
+    if is_traced_by_jax(values):
+        if values.dtype.kind not in "iu":
+            raise ValueError(f"`{name}` is {values.dtype}, allowed: integers")
+        return values.astype("int32")
     import numpy
 
     values = numpy.asarray(unmasked(name, values))
@@ -79,6 +89,9 @@ def readable(name, array):
         if kind == "float":
             return array.float() if array.dtype == torch.float64 else array
         return array.to(torch.int32) if kind == "bool" else integers(name, array)
+    if is_traced_by_jax(array):
+        types = {"float64": "float32", "bool": "int32"}
+        return integers(name, array) if kind == "int" else array.astype(types.get(width, width))
     import numpy
 
     unmasked(name, array)

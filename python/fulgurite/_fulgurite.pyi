@@ -41,6 +41,9 @@ class Description:
     def explain(self, q: Any, k: Any, v: Any, extras: Sequence[Any]) -> list[str]:
         """Which engine computes this call and why, in one line each."""
 
+    def check(self, arrays: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Raises ValueError unless arrays of these types and shapes fit: q, k, v, then one for each role."""
+
     def time(self, q: Any, k: Any, v: Any, out: Any, times: int) -> float:
         """Seconds that the engine takes for `times` forward calls, everything around it done once."""
 
@@ -152,6 +155,9 @@ def check(engine: str, dtype: str) -> list[Outcome]: ...
 def set_sm_margin(device: int, count: int) -> None: ...
 def engines() -> list[str]:
     """The engines this machine can run, fastest first; the last is the f64 oracle."""
+
+def xla_targets() -> dict[str, dict[str, Any]]:
+    """The functions that JAX registers with XLA, as capsules, by platform and name."""
 
 def explain(engine: str) -> list[str]: ...
 def gemm_rate(threads: int) -> float: ...

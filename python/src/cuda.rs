@@ -74,12 +74,38 @@ impl<'a> DeviceArray<'a> {
     }
 }
 
+/// Who asks for work on a GPU, and thereby on which stream the work goes.
+#[derive(Clone, Copy)]
+pub enum Caller<'a, 'py> {
+    /// Python code with an array; the library of the array gives its current stream.
+    Object(&'a Bound<'py, PyAny>),
+    /// A library that calls without Python and gives the stream.
+    Stream(u64),
+}
+
+impl Caller<'_, '_> {
+    /// Does work that may take long, without the GIL.
+    fn detach<T: Send>(self, work: impl FnOnce() -> T + Send) -> T {
+        match self {
+            Caller::Object(object) => object.py().detach(work),
+            Caller::Stream(_) => work(),
+        }
+    }
+
+    /// The stream; `None` if the library does not reveal it.
+    fn stream(self, number: i32) -> PyResult<Option<u64>> {
+        match self {
+            Caller::Object(object) => foreign::current_stream(object, number),
+            Caller::Stream(handle) => Ok(Some(handle)),
+        }
+    }
+}
+
 /// A call with arrays on a GPU.
 pub struct Call<'a, 'py> {
     pub description: &'a Description,
     pub problem: &'a Problem,
-    /// The object of q; its library gives the current stream.
-    pub object: &'a Bound<'py, PyAny>,
+    pub caller: Caller<'a, 'py>,
     /// q, k and v.
     pub rows: [&'a Array; 3],
     pub extras: &'a [Array],
@@ -94,21 +120,7 @@ impl<'a> Call<'a, '_> {
     }
 
     fn inputs<'b>(&'b self, arrays: &'b [DeviceArray<'b>]) -> PyResult<Inputs<'b>> {
-        let rows = [arrays[0].view()?, arrays[1].view()?, arrays[2].view()?];
-        let (mut inputs, lists) = self.description.inputs(rows, arrays[3..].iter().map(DeviceArray::view))?;
-        match lists {
-            [Some(counts), Some(blocks), Some(full_counts), Some(full_blocks)] => {
-                let (counts, blocks) = ([counts, full_counts], [blocks, full_blocks]);
-                inputs.block_lists = Some(Box::new(BlockLists { counts, blocks }));
-            }
-            [None, None, None, None] => {}
-            some => {
-                let missing = some.iter().position(Option::is_none).unwrap_or_default();
-                let name = BlockLists::NAMES[missing];
-                return Err(wrong(format!("`{name}` is missing, a block mask on a GPU has all four lists")));
-            }
-        }
-        Ok(inputs)
+        inputs_of(self.description, arrays.iter().map(DeviceArray::view))
     }
 
     /// q, k, v and the extra tensors.
@@ -126,17 +138,40 @@ impl<'a> Call<'a, '_> {
     }
 }
 
-/// Enqueues work on the current stream of an object's library. A library that does not reveal its stream cannot wait
-/// for ours, so its results are complete before it gets them.
+/// The tensors of a call on a device: q, k and v, then one for each role of the description.
+pub fn inputs_of<'a>(
+    description: &'a Description,
+    mut views: impl Iterator<Item = PyResult<TensorView<'a>>>,
+) -> PyResult<Inputs<'a>> {
+    let mut next = || views.next().unwrap_or_else(|| Err(wrong("a tensor of the description is missing")));
+    let rows = [next()?, next()?, next()?];
+    let (mut inputs, lists) = description.inputs(rows, views)?;
+    match lists {
+        [Some(counts), Some(blocks), Some(full_counts), Some(full_blocks)] => {
+            let (counts, blocks) = ([counts, full_counts], [blocks, full_blocks]);
+            inputs.block_lists = Some(Box::new(BlockLists { counts, blocks }));
+        }
+        [None, None, None, None] => {}
+        some => {
+            let missing = some.iter().position(Option::is_none).unwrap_or_default();
+            let name = BlockLists::NAMES[missing];
+            return Err(wrong(format!("`{name}` is missing, a block mask on a GPU has all four lists")));
+        }
+    }
+    Ok(inputs)
+}
+
+/// Enqueues work on the stream of a caller. A library that does not reveal its stream cannot wait for ours, so its results
+/// are complete before it gets them.
 fn on_stream(
     session: &Gpu,
-    object: &Bound<'_, PyAny>,
+    caller: Caller<'_, '_>,
     number: i32,
     work: impl FnOnce(Stream<'_>) -> Result<(), Error>,
 ) -> PyResult<()> {
     use fulgurite::sim::Device as _;
-    let stream = foreign::current_stream(object, number)?;
-    // SAFETY: the handle is the current stream of the object's library on this GPU, and it is alive during the call.
+    let stream = caller.stream(number)?;
+    // SAFETY: the handle is the current stream of the caller on this GPU, and it is alive during the call.
     let current = stream.map_or(Stream::default(), |handle| unsafe { session.device().stream(handle) });
     work(current).map_err(refuse)?;
     match stream {
@@ -165,7 +200,7 @@ pub fn apply(
     let views = arrays.iter().map(DeviceArray::view).collect::<PyResult<Vec<_>>>()?;
     let output = DeviceArray::new(&session, "output", output)?;
     let mut output = output.view_mut()?;
-    on_stream(&session, object, number, |stream| session.apply(operator, &views, &mut output, stream))
+    on_stream(&session, Caller::Object(object), number, |stream| session.apply(operator, &views, &mut output, stream))
 }
 
 /// The tensor unit that a choice asks for.
@@ -178,11 +213,11 @@ fn unit(choice: Choice) -> Option<TensorUnit> {
 
 /// Computes o, and the LSE if requested, on the current stream of q's library.
 pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>, results: ResultType) -> PyResult<()> {
-    let &Call { description, problem, object, .. } = call;
+    let &Call { description, problem, caller, .. } = call;
     let all = call.given().chain([o]).chain(lse);
     let recent = description.recent_calls.forward(results);
     if let Some((session, checked)) = recent.find(all.clone()) {
-        return on_stream(&session, object, call.number(), |stream| session.run_call(&checked, stream));
+        return on_stream(&session, caller, call.number(), |stream| session.run_call(&checked, stream));
     }
     let (number, sinks) = (call.number(), call.sinks()?);
     let options = ForwardOptions {
@@ -194,7 +229,7 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>, results: Res
         unit: unit(description.choice),
         results,
     };
-    let (session, prepared) = object.py().detach(|| -> PyResult<_> {
+    let (session, prepared) = caller.detach(|| -> PyResult<_> {
         let session = session(number)?;
         let prepared = session.prepare::<Forward>(problem, &options).map_err(refuse)?;
         Ok((session, prepared))
@@ -206,7 +241,7 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>, results: Res
     let (mut o, mut lse) = (o.view_mut()?, lse.as_ref().map(DeviceArray::view_mut).transpose()?);
     let checked =
         session.checked_forward(&prepared, &inputs, &mut o, lse.as_mut()).map(Arc::new).map_err(refuse_forward)?;
-    on_stream(&session, object, number, |stream| session.run_call(&checked, stream))?;
+    on_stream(&session, caller, number, |stream| session.run_call(&checked, stream))?;
     recent.insert(all, session.clone(), checked);
     Ok(())
 }
@@ -237,16 +272,16 @@ pub fn backward(
     (names, gradients): (&[&str], &[Array]),
     results: ResultType,
 ) -> PyResult<()> {
-    let &Call { description, problem, object, .. } = call;
+    let &Call { description, problem, caller, .. } = call;
     let all = call.given().chain([o, lse, d_o]).chain(d_lse).chain(gradients);
     let recent = description.recent_calls.backward(results);
     if let Some((session, checked)) = recent.find(all.clone()) {
-        return on_stream(&session, object, call.number(), |stream| session.run_call(&checked, stream));
+        return on_stream(&session, caller, call.number(), |stream| session.run_call(&checked, stream));
     }
     let number = call.number();
     let unit = unit(description.choice);
     let options = BackwardOptions { d_lse: d_lse.is_some(), order: description.order, config: None, unit, results };
-    let (session, prepared) = object.py().detach(|| -> PyResult<_> {
+    let (session, prepared) = caller.detach(|| -> PyResult<_> {
         let session = session(number)?;
         let options = changed(&session, problem, options, description.backward.as_deref())?;
         let prepared = session.prepare::<Backward>(problem, &options).map_err(refuse)?;
@@ -266,7 +301,7 @@ pub fn backward(
         .collect::<PyResult<Vec<_>>>()?;
     let mut outputs = description.gradient_outputs(problem, arrays_of_results.iter().map(DeviceArray::view_mut))?;
     let checked = session.checked_backward(&prepared, &inputs, &saved, &mut outputs).map(Arc::new).map_err(refuse)?;
-    on_stream(&session, object, number, |stream| session.run_call(&checked, stream))?;
+    on_stream(&session, caller, number, |stream| session.run_call(&checked, stream))?;
     recent.insert(all, session.clone(), checked);
     Ok(())
 }

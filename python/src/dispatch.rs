@@ -5,7 +5,7 @@
 
 use crate::array::{Array, Claims, Element, Place, fresh, refuse, refuse_forward, wrong};
 use crate::blocks;
-use crate::cuda;
+use crate::cuda::{self, Caller};
 use crate::description::{Description, GradientFields, Role, in_32_bits};
 use fulgurite::gpu::ResultType;
 use fulgurite::{
@@ -47,6 +47,11 @@ impl<'a> Call<'a> {
         }
         let pairs = description.roles.iter().zip(extras);
         let extras = pairs.map(|(role, object)| Array::read(role.name(), object)).collect::<PyResult<Vec<_>>>()?;
+        Call::of_arrays(description, [q, k, v], extras)
+    }
+
+    /// Finds the problem that the arrays define; `extras` has one for each role of the description. Needs no Python.
+    pub fn of_arrays(description: &'a Description, [q, k, v]: [Array; 3], extras: Vec<Array>) -> PyResult<Call<'a>> {
         one_place(("q", &q), [("k", &k), ("v", &v)].into_iter().chain(names(description).zip(&extras)))?;
         let reaches = matches!(description.choice, Choice::Best | Choice::Cuda | Choice::CudaUnit(_));
         if q.gpu().is_some() && !reaches {
@@ -69,8 +74,13 @@ impl<'a> Call<'a> {
 
     /// Fills o, and lse if it is given.
     pub fn forward(&self, py: Python<'_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
+        py.detach(|| self.forward_on_host(o, lse))
+    }
+
+    /// Like [`forward`](Self::forward), on a thread that need not know Python.
+    pub fn forward_on_host(&self, o: &Array, lse: Option<&Array>) -> PyResult<()> {
         on_host([("out", o)].into_iter().chain(lse.map(|lse| ("lse", lse))))?;
-        py.detach(|| self.with_outputs(o, lse, |inputs, outputs| self.engine_forward(inputs, outputs, &Run::default())))
+        self.with_outputs(o, lse, |inputs, outputs| self.engine_forward(inputs, outputs, &Run::default()))
     }
 
     fn engine_forward(&self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>, run: &Run<'_>) -> PyResult<()> {
@@ -123,10 +133,10 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// This call for arrays on a GPU; `object` is the object of q.
-    fn on_gpu<'b, 'py>(&'b self, object: &'b Bound<'py, PyAny>) -> cuda::Call<'b, 'py> {
+    /// This call for arrays on a GPU.
+    pub fn on_gpu<'b, 'py>(&'b self, caller: Caller<'b, 'py>) -> cuda::Call<'b, 'py> {
         let Call { description, q, k, v, extras, problem, .. } = self;
-        cuda::Call { description, problem, object, rows: [q, k, v], extras }
+        cuda::Call { description, problem, caller, rows: [q, k, v], extras }
     }
 
     /// For each result of backward: its name, its shape, and whether it is f32 regardless of q.
@@ -194,37 +204,57 @@ impl<'a> Call<'a> {
         gradients: &[Array],
         results: ResultType,
     ) -> PyResult<()> {
-        let py = q.py();
+        match self.q.gpu() {
+            Some(_) => self.backward_on_gpu(Caller::Object(q), saved, gradients, results),
+            None if results.is_f32() => Err(only_on_gpu(&self.q)),
+            None => q.py().detach(|| self.backward_on_host(saved, gradients)),
+        }
+    }
+
+    /// Like [`backward`](Self::backward), for arrays on a GPU.
+    pub fn backward_on_gpu(
+        &self,
+        caller: Caller<'_, '_>,
+        saved: [Option<&Array>; 4],
+        gradients: &[Array],
+        results: ResultType,
+    ) -> PyResult<()> {
+        let want = self.gradients();
+        count(&want, gradients)?;
+        let names: Vec<&str> = want.iter().map(|(name, ..)| name.as_str()).collect();
+        let ([o, lse, d_o], d_lse) = there(saved)?;
+        cuda::backward(&self.on_gpu(caller), [o, lse, d_o], d_lse, (&names, gradients), results)
+    }
+
+    /// Like [`backward`](Self::backward), for arrays in host memory, on a thread that need not know Python.
+    pub fn backward_on_host(&self, saved: [Option<&Array>; 4], gradients: &[Array]) -> PyResult<()> {
         let want = self.gradients();
         count(&want, gradients)?;
         let names = || want.iter().map(|(name, ..)| name.as_str());
-        let [Some(o), Some(lse), Some(d_o), d_lse] = saved else { return Err(wrong("`o`, `lse` or `d_o` is missing")) };
-        if self.q.gpu().is_some() {
-            let names: Vec<&str> = names().collect();
-            return cuda::backward(&self.on_gpu(q), [o, lse, d_o], d_lse, (&names, gradients), results);
-        }
-        if results.is_f32() {
-            return Err(only_on_gpu(&self.q));
-        }
+        let ([o, lse, d_o], d_lse) = there(saved)?;
         let given = [("o", o), ("lse", lse), ("d_o", d_o)].into_iter().chain(d_lse.map(|array| ("d_lse", array)));
         on_host(given.chain(names().zip(gradients)))?;
-        py.detach(|| {
-            let mut claims = Claims::default();
-            let inputs = self.inputs(&mut claims)?;
-            let saved = Saved {
-                o: o.view("o", &mut claims)?,
-                lse: lse.view("lse", &mut claims)?,
-                d_o: d_o.view("d_o", &mut claims)?,
-                d_lse: d_lse.map(|array| array.view("d_lse", &mut claims)).transpose()?,
-            };
-            let views = names().zip(gradients).map(|(name, array)| array.view_mut(name, &mut claims));
-            let mut results = self.description.gradient_outputs(&self.problem, views)?;
-            self.check_32_bits(&inputs)?;
-            self.description
-                .engine
-                .backward_into(&self.problem, &inputs, &saved, &mut results, &Run::default())
-                .map_err(refuse)
-        })
+        let mut claims = Claims::default();
+        let inputs = self.inputs(&mut claims)?;
+        let saved = Saved {
+            o: o.view("o", &mut claims)?,
+            lse: lse.view("lse", &mut claims)?,
+            d_o: d_o.view("d_o", &mut claims)?,
+            d_lse: d_lse.map(|array| array.view("d_lse", &mut claims)).transpose()?,
+        };
+        let views = names().zip(gradients).map(|(name, array)| array.view_mut(name, &mut claims));
+        let mut results = self.description.gradient_outputs(&self.problem, views)?;
+        self.check_32_bits(&inputs)?;
+        let engine = &self.description.engine;
+        engine.backward_into(&self.problem, &inputs, &saved, &mut results, &Run::default()).map_err(refuse)
+    }
+}
+
+/// The results and gradients of forward that backward needs: o, lse and d_o, and d_lse if it was given.
+fn there(saved: [Option<&Array>; 4]) -> PyResult<([&Array; 3], Option<&Array>)> {
+    match saved {
+        [Some(o), Some(lse), Some(d_o), d_lse] => Ok(([o, lse, d_o], d_lse)),
+        _ => Err(wrong("`o`, `lse` or `d_o` is missing")),
     }
 }
 
@@ -238,8 +268,9 @@ pub fn inputs_of<'b>(
 ) -> PyResult<Inputs<'b>> {
     let rows = [q.view("q", claims)?, k.view("k", claims)?, v.view("v", claims)?];
     let roles = description.roles.iter().zip(extras);
-    let (inputs, _) = description.inputs(rows, roles.map(|(role, array)| array.view(role.name(), claims)))?;
-    Ok(Inputs { block_mask: blocks, ..inputs })
+    let (mut inputs, _) = description.inputs(rows, roles.map(|(role, array)| array.view(role.name(), claims)))?;
+    inputs.block_mask = blocks;
+    Ok(inputs)
 }
 
 /// The error for results in f32 of arrays in host memory, where f32 inputs have f32 results.
@@ -329,7 +360,7 @@ pub fn forward(
         Place::Host => call.forward(py, &o, lse.as_ref())?,
         _ => {
             one_place(("q", &call.q), [("out", &o)])?;
-            cuda::forward(&call.on_gpu(qkv[0]), &o, lse.as_ref(), ResultType::Input)?;
+            cuda::forward(&call.on_gpu(Caller::Object(qkv[0])), &o, lse.as_ref(), ResultType::Input)?;
         }
     }
     let result = match made {
@@ -353,7 +384,7 @@ pub fn forward_into(
         return Err(only_on_gpu(&call.q));
     }
     one_place(("q", &call.q), [("o", &o), ("lse", &lse)])?;
-    cuda::forward(&call.on_gpu(qkv[0]), &o, Some(&lse), results)
+    cuda::forward(&call.on_gpu(Caller::Object(qkv[0])), &o, Some(&lse), results)
 }
 
 /// Computes attention of host arrays into new arrays, and counts: rescales that were possible and that were done, and

@@ -324,8 +324,20 @@ unsafe fn from_dl_tensor(arg: &str, tensor: &DlTensor, writable: bool) -> PyResu
     Ok(array)
 }
 
+/// The error for an array without memory: the stand-ins of JAX, while it traces a program, have a function of their own.
+fn untraced(arg: &str, object: &Bound<'_, PyAny>, cause: PyErr) -> PyErr {
+    let is_traced = object.get_type().name().is_ok_and(|name| name.to_string().ends_with("Tracer"));
+    match is_traced {
+        true => wrong(format!(
+            "`{arg}` cannot be read in place (JAX is tracing it), allowed: arrays with contents; in jit, grad and vmap call \
+             fulgurite.jax.attention"
+        )),
+        false => unreadable(arg, Some(cause)),
+    }
+}
+
 fn from_capsule(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
-    let capsule = object.call_method0("__dlpack__").map_err(|e| unreadable(arg, Some(e)))?;
+    let capsule = object.call_method0("__dlpack__").map_err(|e| untraced(arg, object, e))?;
     let capsule = capsule.cast_into::<PyCapsule>().map_err(|e| unreadable(arg, Some(e.into())))?;
     let pointer = capsule.pointer_checked(Some(c"dltensor")).map_err(|e| unreadable(arg, Some(e)))?;
     // SAFETY: a capsule of this name holds a `DLManagedTensor`, which begins with the tensor. It lives as long as the

@@ -16,12 +16,14 @@ mod dispatch;
 mod expression;
 mod foreign;
 mod gpu;
+mod jax;
 mod memory;
 mod neighbors;
 mod operators;
 mod read;
 mod recent;
 mod variants;
+mod xla;
 
 use pyo3::prelude::*;
 
@@ -177,6 +179,12 @@ mod _fulgurite {
             Ok(fulgurite::explain(call.problem(), self.choice).lines().map(String::from).collect())
         }
 
+        /// Checks the types and shapes of a call before its arrays exist: (type, shape) of q, k, v and of each tensor that the
+        /// description names.
+        fn check(&self, arrays: Vec<(String, Vec<usize>)>) -> PyResult<()> {
+            crate::jax::check(self, &arrays)
+        }
+
         /// Seconds that the engine takes for `times` forward calls, with everything prepared. The rest of a call's time
         /// from Python is overhead.
         fn time(
@@ -213,6 +221,12 @@ mod _fulgurite {
     #[pyfunction]
     fn set_sm_margin(device: i32, count: u32) -> PyResult<()> {
         crate::cuda::set_sm_margin(device, count)
+    }
+
+    /// The functions that JAX registers with XLA: `{platform: {name: capsule}}`.
+    #[pyfunction]
+    fn xla_targets(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
+        crate::jax::targets(py)
     }
 
     /// The engines this machine can run, fastest first; the last is the f64 oracle.

@@ -12,6 +12,7 @@ mod python;
 mod site;
 mod steps;
 mod test;
+mod wheels;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -28,6 +29,8 @@ usage: cargo xtask <task>
   site [--test [FOLDER]]              all documentation and the live pages, in target/site; needs no network.
                                       --test opens every page in Chromium, or those of a built FOLDER
   wheel                               the Python wheel, in target/wheels, tested where it is installed
+  wheel --all [TEXT]                  wheels for Linux, macOS and Windows in target/wheels, checked as far as possible here;
+                                      with TEXT only those whose target contains it
 ";
 
 /// The root of the repository.
@@ -82,6 +85,8 @@ fn main() -> ExitCode {
         ["site", "--test"] => report.step("the site in a browser", site::build_and_browse),
         ["site", "--test", folder] => report.step("the site in a browser", || site::browse(Path::new(folder))),
         ["wheel"] => report.step("the wheel, installed where there is only NumPy", python::wheel_tests),
+        ["wheel", "--all"] => wheels::run(&mut report, None),
+        ["wheel", "--all", only] => wheels::run(&mut report, Some(only)),
         ["help" | "--help" | "-h"] => {
             print!("{USAGE}");
             return ExitCode::SUCCESS;

@@ -116,7 +116,7 @@ fn pytest_installed(python: &Path) -> Command {
 }
 
 /// The interpreter of a virtual environment that holds `packages`; made and filled the first time.
-fn environment(name: &str, packages: &[&str]) -> Result<PathBuf, Trouble> {
+pub fn environment(name: &str, packages: &[&str]) -> Result<PathBuf, Trouble> {
     if !root().join("python").is_dir() {
         return Err(Trouble::skip("there is no python/ here"));
     }

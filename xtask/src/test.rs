@@ -23,6 +23,7 @@ const FUZZ_SECONDS: u64 = 60;
 const EXAMPLES: &[(&str, &[&str])] = &[
     ("attention", &[]),
     ("cluster_skip", &[]),
+    ("kernel", &[]),
     ("key_selector", &[]),
     ("needle", &["--quick"]),
     ("score_modifier", &[]),

@@ -1,5 +1,6 @@
 //! The arguments of the command.
 
+use crate::bench::Contender;
 use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
 use crate::variants::args::{Op, System, VariantArgs};
 use clap::{CommandFactory, Parser, Subcommand};
@@ -105,17 +106,25 @@ pub struct BenchArgs {
     /// A small grid that takes a second or two
     #[arg(long)]
     pub quick: bool,
-    /// Systems around attention and other precisions, each in turn with our own attention; only the CPU has them
+    /// Systems around attention and other precisions, each in turn with our own attention; only the CPU has them.
+    /// Default all: skip, parallax, lighthouse, gated-delta, int8, nvfp4, mxfp4, mxfp8, cache
     #[arg(
         long,
         value_delimiter = ',',
         value_name = "NAME,..",
+        hide_default_value = true,
         default_value = "skip,parallax,lighthouse,gated-delta,int8,nvfp4,mxfp4,mxfp8,cache"
     )]
     pub around: Vec<System>,
     /// Leave the systems around attention out
     #[arg(long)]
     pub attention_only: bool,
+    /// Also show these cells beside those of an earlier run
+    #[arg(long, value_name = "OLD.json")]
+    pub compare: Option<PathBuf>,
+    /// Also time another program on the same cells, on the CPU: torch, of the `python3` found first
+    #[arg(long, value_name = "NAME", hide_possible_values = true)]
+    pub against: Option<Contender>,
     /// Seed of the random tensors
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub seed: u64,
@@ -334,6 +343,9 @@ pub struct ExplainArgs {
     /// With --skip: seed of tensors that are drawn
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub seed: u64,
+    /// Write the answer as out/explain.html, and open it in the browser
+    #[arg(long, conflicts_with_all = ["skip", "ranks"])]
+    pub open: bool,
     /// The engine.
     #[command(flatten)]
     pub engine: EngineArgs,
@@ -624,6 +636,9 @@ pub struct SimArgs {
     /// Write a timeline by an approximate clock: a Chrome trace, or a picture if the name ends in .svg
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Write findings, counters and timeline as out/sim.html, and open it in the browser
+    #[arg(long)]
+    pub open: bool,
     /// Print the results as JSON
     #[arg(long)]
     pub json: bool,

@@ -1,6 +1,7 @@
 //! `explain`: the engine that would run a problem or its gradients, the reason, and the bound on a GPU.
 
 use crate::args::ExplainArgs;
+use crate::report::page;
 use crate::{Failure, json, kernel, say};
 use fulgurite::gpu::{self, Cuda, Explained, Options, Tables, Target};
 use fulgurite::sim::Device;
@@ -8,6 +9,7 @@ use fulgurite::{
     Choice, Inputs, Mask, Precision, Problem, ProblemBuilder, Run, Stopwatch, Tensor, engine_with, explain,
 };
 use fulgurite_core::random::Rng;
+use maud::html;
 use serde::Serialize;
 
 #[derive(Serialize)]
@@ -96,7 +98,28 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
         on_gpu,
         gpu_refused,
     };
-    if args.json { json::print(&results) } else { say(&text(&results)) }
+    if args.json {
+        json::print(&results)?;
+    } else {
+        say(&text(&results))?;
+    }
+    if args.open { page::open("explain", &as_page(&results), args.json) } else { Ok(()) }
+}
+
+/// The answer as a page.
+fn as_page(results: &Results) -> String {
+    let title = format!("fulgurite explain: {}", results.pass);
+    let units = results.on_gpu.iter().flat_map(|found| &found.units);
+    let body = html! {
+        p { (results.problem) }
+        @if results.on_gpu.is_some() {
+            h2 { "Cycles of one SM for a block, by unit" }
+            (page::bars(units.map(|unit| (unit.name, format!("{:.0}", unit.cycles_a_block), unit.share))))
+        }
+        h2 { "The whole answer" }
+        pre { (text(results)) }
+    };
+    page::page(&title, &body)
 }
 
 /// The architecture to explain and its tile configurations: the one that the engine names, else that of this machine's GPU,

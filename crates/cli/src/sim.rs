@@ -2,14 +2,16 @@
 //! simulator with a GPU.
 
 use crate::args::{SimArgs, SimVsGpuArgs};
+use crate::report::page;
 use crate::{Failure, io, json, progress, say, terminal};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::gpu::{self, Gpu, kernels};
 use fulgurite::sim::{
-    Adder, Architecture, Counts, Device, Number, Options, Order, Report, Sim, SimError, Sizes, compare, fit_adders,
-    simulate, takes,
+    Adder, Architecture, Counts, Device, Number, Options, Order, Report, Sim, SimError, Sizes, Timeline, compare,
+    fit_adders, simulate, takes,
 };
 use fulgurite_core::random::Rng;
+use maud::html;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -75,7 +77,11 @@ pub fn main(args: &SimArgs) -> Result<(), Failure> {
         1 => "1 finding".to_owned(),
         n => format!("{n} findings"),
     };
-    let cycles = args.trace.as_deref().map(|path| trace(args, path)).transpose()?;
+    let timeline = if args.trace.is_some() || args.open { Some(timeline(args)?) } else { None };
+    if let (Some(path), Some(timeline)) = (&args.trace, &timeline) {
+        write(path, timeline)?;
+    }
+    let cycles = timeline.as_ref().map(Timeline::cycles);
     if args.json {
         json::print(&Results::new(args, &done.problem, &done.report, cycles))?;
     } else {
@@ -89,6 +95,18 @@ pub fn main(args: &SimArgs) -> Result<(), Failure> {
         if let (Some(path), Some(cycles)) = (&args.trace, cycles) {
             say(&format!("{}: about {cycles} cycles", path.display()))?;
         }
+    }
+    if let (true, Some(timeline)) = (args.open, &timeline) {
+        let title = format!("fulgurite sim {}", args.name);
+        let body = html! {
+            p { (done.problem) ", " (done.report.blocks) " CTAs, seed " (args.seed) ": " (verdict) }
+            @for finding in findings { pre { (finding) } }
+            h2 { "Timeline of one CTA, about " (timeline.cycles()) " cycles" }
+            (page::timeline(&timeline.svg(0)))
+            h2 { "Counters" }
+            pre { (counters(&done.report, &done.architecture)) }
+        };
+        page::open("sim", &page::page(&title, &body), args.json)?;
     }
     match findings.first() {
         None => Ok(()),
@@ -147,17 +165,20 @@ fn counters(report: &Report, architecture: &Architecture) -> Table {
     table
 }
 
-/// Runs again with the clock, and writes the timeline. Returns its cycles.
-fn trace(args: &SimArgs, path: &Path) -> Result<u64, Failure> {
+/// Runs again with the clock.
+fn timeline(args: &SimArgs) -> Result<Timeline, Failure> {
     let options = Options { seed: args.seed, order: Order::Timed, ..Options::default() };
     let done = simulate(&args.name, &args.sizes(), &options).map_err(failure)?;
-    let timeline = done.report.timeline.unwrap_or_default();
+    Ok(done.report.timeline.unwrap_or_default())
+}
+
+/// Writes a timeline, in the format that the name asks for.
+fn write(path: &Path, timeline: &Timeline) -> Result<(), Failure> {
     let text = match path.extension().and_then(|e| e.to_str()) {
         Some("svg") => timeline.svg(0),
         _ => timeline.chrome(),
     };
-    io::write_file(path, text.as_bytes())?;
-    Ok(timeline.cycles())
+    io::write_file(path, text.as_bytes())
 }
 
 /// Runs `sim-vs-gpu`: a line for each kernel, as soon as it is done.

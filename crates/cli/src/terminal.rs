@@ -14,6 +14,13 @@ pub(crate) fn say(text: &str) -> Result<(), Failure> {
     })
 }
 
+/// Writes a line to stderr that the results on stdout do not need.
+pub(crate) fn note(text: &str) {
+    use std::io::Write;
+    // A reader who closed stderr does without.
+    let _ = writeln!(std::io::stderr(), "note: {text}");
+}
+
 /// A table with these titles, as wide as the terminal at most; without a terminal as wide as its rows.
 pub(crate) fn table<T: Into<comfy_table::Cell>>(titles: impl IntoIterator<Item = T>) -> Table {
     let mut table = Table::new();

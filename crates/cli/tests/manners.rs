@@ -144,3 +144,68 @@ fn commands_in_documents_exist() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(calls("```sh\n$ fulgurite a --b 1   # c\n```\nfulgurite d\n"), [["a", "--b", "1"]]);
 }
+
+#[test]
+fn pages_are_written_and_need_nothing_else() {
+    let folder = folder("manners-open");
+    let said = succeeds(&folder, &["sim", "gemm-bf16-nt", "-m", "128", "-n", "128", "-k", "64", "--open"]);
+    assert!(said.contains("page: out"), "{said}");
+    let said = succeeds(&folder, &["explain", "--causal", "--q-len", "1024", "--open"]);
+    assert!(said.contains("page: out"), "{said}");
+    for (name, part) in [("sim", "<svg"), ("explain", "class=\"bar\"")] {
+        let page = std::fs::read_to_string(folder.join(format!("out/{name}.html"))).unwrap();
+        assert!(page.contains(part), "{name}");
+        for outside in ["src=", "href=", "url("] {
+            assert!(!page.contains(outside), "{name} refers to something with {outside}");
+        }
+    }
+    // JSON stays JSON.
+    json(&folder, &["explain", "--open", "--json"]);
+}
+
+#[test]
+fn bench_is_compared_with_an_earlier_run() {
+    let folder = folder("manners-compare");
+    let quick = ["bench", "--quick", "--attention-only", "--forward-only", "--dtypes", "f32", "--lens", "128"];
+    succeeds(&folder, &[&quick[..], &["--out", "old"]].concat());
+    let said = succeeds(&folder, &[&quick[..], &["--compare", "old/bench.json"]].concat());
+    assert!(said.contains("beside old/bench.json") && said.contains("geometric mean"), "{said}");
+    let found = json(&folder, &[&quick[..], &["--compare", "old/bench.json", "--json"]].concat());
+    let rows = found["beside"][0]["rows"].as_array().unwrap();
+    assert!(
+        !rows.is_empty() && rows.iter().all(|row| row["ratio"].as_f64().is_some_and(|ratio| ratio > 0.0)),
+        "{found}"
+    );
+    std::fs::write(folder.join("wrong.json"), "{}").unwrap();
+    let done = fulgurite(&folder, &[&quick[..], &["--compare", "wrong.json"]].concat());
+    assert!(done.code == 2 && done.err.contains("`--compare` is wrong.json, allowed: a bench.json"), "{}", done.err);
+    // Where there is no torch, the machine lacks something: the call was right.
+    let done = fulgurite(&folder, &[&quick[..], &["--against", "torch"]].concat());
+    assert!(done.code == 0 || (done.code == 1 && done.err.contains("pip install torch")), "{}", done.err);
+}
+
+#[test]
+fn help_fits_80_columns() {
+    for args in [&["--help"][..], &["bench", "--help"], &["explain", "--help"], &["sim", "--help"]] {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fulgurite"));
+        let output = command.args(args).env("COLUMNS", "80").output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let widest = text.lines().map(|line| line.chars().count()).max().unwrap_or(0);
+        assert!((20..=100).contains(&widest), "{args:?}: {widest} columns");
+    }
+}
+
+#[test]
+fn f64_of_numpy_is_read_with_a_note() {
+    let folder = folder("manners-f64");
+    let numbers: Vec<u8> = (0..8 * 4).flat_map(|i| (f64::from(i) / 7.0).sin().to_le_bytes()).collect();
+    let header = "{'descr': '<f8', 'fortran_order': False, 'shape': (1, 8, 1, 4), }\n";
+    let head = [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes()].concat();
+    for name in ["q", "k", "v"] {
+        std::fs::create_dir_all(folder.join("in")).unwrap();
+        std::fs::write(folder.join(format!("in/{name}.npy")), [&head[..], &numbers].concat()).unwrap();
+    }
+    let done = fulgurite(&folder, &["run", "in", "-o", "out", "--json"]);
+    assert_eq!((done.code, done.err.lines().count()), (0, 3), "{}", done.err);
+    assert!(done.err.lines().all(|line| line.starts_with("note: ") && line.ends_with("is f64 and is read as f32")));
+}

@@ -9,7 +9,7 @@ use fulgurite::{DType, Engine, Forward, Gradients, Inputs, Mask, Problem, Run, S
 use fulgurite_core::compare::{self, Verdict};
 use fulgurite_core::random::Rng;
 use indicatif::ProgressBar;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ const ROWS: usize = 64;
 const EFFORT: usize = ROWS * 4096 * 64;
 
 /// Forward or backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pass {
     /// o and lse.
@@ -46,7 +46,7 @@ impl Pass {
 }
 
 /// Which keys a query sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MaskKind {
     /// All.

@@ -1,8 +1,10 @@
 //! `bench`: attention over a grid, every result compared with the oracle.
 
+mod beside;
 mod cell;
 mod results;
 
+pub use beside::{Beside, Contender};
 pub use cell::{Cell, MaskKind, Pass, Worst};
 pub use results::Results;
 
@@ -79,6 +81,7 @@ impl Grid {
 /// Runs `bench`.
 pub fn main(args: &BenchArgs) -> Result<(), Failure> {
     let grid = Grid::new(args)?;
+    let earlier = args.compare.as_deref().map(beside::earlier).transpose()?;
     let engine = engine_with(args.engine.engine, &args.engine.settings())?;
     let machine = Machine::look();
     let specs = grid.specs();
@@ -102,6 +105,10 @@ pub fn main(args: &BenchArgs) -> Result<(), Failure> {
     }
     bar.finish_and_clear();
     cells.sort_by_key(|cell| cell.pass != Pass::Forward); // stable: the grid's order within a pass
+    let mut beside: Vec<Beside> = earlier.iter().map(|earlier| earlier.beside(&cells)).collect();
+    if let Some(contender) = args.against {
+        beside.push(beside::against(contender, &cells, args.engine.threads)?);
+    }
     let results = Results {
         version: env!("CARGO_PKG_VERSION"),
         date: machine::now(),
@@ -112,6 +119,7 @@ pub fn main(args: &BenchArgs) -> Result<(), Failure> {
         repeats: args.repeats,
         cells,
         around: variants::measure(args, &grid.dtypes)?,
+        beside,
     };
     let picture = svg::draw(&chart(&results));
     for (name, text) in [
@@ -128,6 +136,9 @@ pub fn main(args: &BenchArgs) -> Result<(), Failure> {
         say(&format!("{}\n{}\n{}\n", results.engine, results.machine.line(), table(&results)))?;
         if !results.around.is_empty() {
             say(&format!("{}\n", variants::table(&results.around)))?;
+        }
+        for beside in &results.beside {
+            say(&format!("{}\n", beside.text()))?;
         }
         say(&format!("report: {out}/bench.html, {out}/bench.svg, {out}/bench.json"))?;
     }

@@ -1,5 +1,6 @@
 //! The results of a run of `bench`.
 
+use crate::bench::beside::Beside;
 use crate::bench::cell::Cell;
 use crate::machine::Machine;
 use crate::variants::bench as variants;
@@ -26,4 +27,7 @@ pub struct Results {
     pub cells: Vec<Cell>,
     /// The systems around attention.
     pub around: Vec<variants::Measurement>,
+    /// The cells beside those of an earlier run, and beside another program.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub beside: Vec<Beside>,
 }

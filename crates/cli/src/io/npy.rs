@@ -1,7 +1,7 @@
 //! Tensors in a folder of npy files, each named after its tensor.
 
-use crate::Failure;
 use crate::io::stored::{Stored, Tensors, narrow, reason};
+use crate::{Failure, terminal};
 use fulgurite::{DType, Tensor, TensorView, f16};
 use npyz::{NpyFile, Order, WriterBuilder};
 use std::path::Path;
@@ -23,6 +23,7 @@ pub fn read_folder(folder: &Path) -> Result<Tensors, Failure> {
         };
         let bytes = std::fs::read(&path).map_err(|e| unreadable(&path, &e))?;
         let stored = decode(&bytes).map_err(|e| Failure::input(format_args!("{}: {e}", path.display())))?;
+        note_f64(&path, &bytes);
         tensors.insert(name.to_string(), stored);
     }
     if tensors.is_empty() {
@@ -32,6 +33,14 @@ pub fn read_folder(folder: &Path) -> Result<Tensors, Failure> {
         )));
     }
     Ok(tensors)
+}
+
+/// Says on stderr that a file loses digits: NumPy makes f64 unless it is told otherwise.
+pub(crate) fn note_f64(path: &Path, bytes: &[u8]) {
+    let header = &bytes[..bytes.len().min(128)];
+    if [b"'<f8'", b"'>f8'"].iter().any(|kind| header.windows(kind.len()).any(|part| part == *kind)) {
+        terminal::note(&format!("{} is f64 and is read as f32", path.display()));
+    }
 }
 
 /// Reads the bytes of an npy file; f64 becomes f32. Bytes that are not such a file are an error.

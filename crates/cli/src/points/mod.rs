@@ -102,6 +102,7 @@ impl LoadedRows {
         let stored = if path.extension().is_some_and(|e| e == "npy") {
             let bytes = std::fs::read(path)
                 .map_err(|e| Failure::input(format_args!("cannot read {shown}: {}", io::reason(&e))))?;
+            io::npy::note_f64(path, &bytes);
             io::npy::decode(&bytes).map_err(|e| Failure::input(format_args!("{shown}: {e}")))?
         } else if path.extension().is_some_and(|e| e == "safetensors") {
             let mut tensors = io::read(path)?;

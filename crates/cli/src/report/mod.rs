@@ -1,4 +1,5 @@
 //! Pictures and pages.
 
 pub mod html;
+pub mod page;
 pub mod svg;
