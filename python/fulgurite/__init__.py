@@ -22,6 +22,16 @@ delta rule under flash-linear-attention's names; `parallax_attention` and `light
 `fulgurite.ops` has the registered operators over whole tensors.
 """
 
+try:
+    from . import _fulgurite  # noqa: F401
+except ImportError as error:
+    if "subinterpreter" not in str(error):
+        raise
+    raise ImportError(
+        "fulgurite was imported in a sub-interpreter, allowed: the main interpreter of a process; use threads, whose "
+        "calls run without the GIL, or processes"
+    ) from error
+
 from . import fla, ops
 from ._api import attention, attention_backward
 from ._combine import flash_attn_combine, get_scheduler_metadata, merge

@@ -133,5 +133,6 @@ def rows(array):
     if strides and strides[-1] != array.itemsize:
         import numpy
 
-        return numpy.ascontiguousarray(array)
+        # A copy would lose the mask, and with it the reason to refuse the array.
+        return array if hasattr(type(array), "harden_mask") else numpy.ascontiguousarray(array)
     return array

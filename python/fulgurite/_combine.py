@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy
 
-from ._arrays import is_torch, kind_of, shape_of
+from ._arrays import is_torch, kind_of, shape_of, unmasked
 from ._messages import refuse
 
 Array = Any
@@ -43,7 +43,7 @@ def flash_attn_combine(
     if shape_of("lse_partial", lse_partial, "[parts, ..., heads]") != shape[:-1]:
         raise ValueError(f"`lse_partial` has shape {list(lse_partial.shape)}, allowed: {list(shape[:-1])}")
     for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        if kind_of(x) != "float" or is_torch(x) != is_torch(out_partial):
+        if kind_of(unmasked(name, x)) != "float" or is_torch(x) != is_torch(out_partial):
             raise ValueError(f"`{name}` is {type(x).__name__} of {x.dtype}, allowed: floats of one library")
     if out is not None:
         if shape_of("out", out, "[batch, sequence, heads, head_dim]") != shape[1:]:
@@ -78,7 +78,7 @@ def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Any, Any]
         if shape_of(name, x, list(want)) != want:
             raise ValueError(f"`{name}` has shape {list(x.shape)}, allowed: {list(want)}")
     for name, x in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
-        if kind_of(x) != "float" or type(x) is not type(o_a) and not (is_torch(x) and is_torch(o_a)):
+        if kind_of(unmasked(name, x)) != "float" or type(x) is not type(o_a) and not (is_torch(x) and is_torch(o_a)):
             raise ValueError(f"`{name}` is {type(x).__name__} of {x.dtype}, allowed: floats of one library")
     if is_torch(o_a):
         return _merge_by_torch(o_a, lse_a, o_b, lse_b)

@@ -39,9 +39,13 @@ def ops():
     """The torch operators; None if torch is not in use."""
     global _ops
     if _ops is None and "torch" in sys.modules:
-        from . import _torch_ops
+        library = sys.modules["torch"].library
+        # torch registers operators once in a process: a second import of the package takes those of the first.
+        _ops = getattr(library, "_fulgurite_ops", None)
+        if _ops is None:
+            from . import _torch_ops
 
-        _ops = _torch_ops
+            _ops = library._fulgurite_ops = _torch_ops
     return _ops
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+from ._arrays import unmasked
+
 
 def rows_of(name, array):
     """Converts anything that NumPy can read to contiguous rows of float32."""
@@ -11,7 +13,7 @@ def rows_of(name, array):
 
     if hasattr(array, "detach"):
         array = array.detach()
-    values = np.asarray(array)
+    values = np.asarray(unmasked(name, array))
     if values.ndim != 2:
         raise ValueError(f"`{name}` has {values.ndim} axes, allowed: 2 (rows of elements); reshape it")
     if values.dtype.kind not in "fiub":
@@ -66,6 +68,14 @@ def whole(name, value, most):
         number = -1
     if not 0 <= number < 2**63:
         raise ValueError(f"`{name}` is {value!r}, allowed: 1 to {most}")
+    return number
+
+
+def threads_of(n_threads):
+    """A number of threads as Rust takes it; None means one for each core."""
+    number = None if n_threads is None else whole("n_threads", n_threads, 4096)
+    if number is not None and not 1 <= number <= 4096:
+        raise ValueError(f"`n_threads` is {n_threads!r}, allowed: 1 to 4096, or None for one for each core")
     return number
 
 

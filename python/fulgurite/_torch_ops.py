@@ -124,7 +124,8 @@ between_graphs = torch.compiler.disable
 def autocast(*tensors):
     """Casts the tensors as autocast requires, if it is active."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    # torch raises for devices without autocast, such as "meta"; a later check names them.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

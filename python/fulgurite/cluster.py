@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 
 from . import _fulgurite
-from ._estimators import Estimator, rows_of, seed_of
+from ._estimators import Estimator, rows_of, seed_of, threads_of
 
 __all__ = ["DBSCAN", "HDBSCAN", "KMeans"]
 
@@ -72,7 +72,7 @@ class KMeans(Estimator):
                 "max_steps": self.max_iter,
                 "tolerance": self.tol,
                 "score_tolerance": self.score_tolerance,
-                "threads": self.n_threads,
+                "threads": threads_of(self.n_threads),
             }
             found = _fulgurite.Clusters(source, asked, self.batch_size, self.memory_bytes)
             if best is None or found.sizes()[3] < best.sizes()[3]:
@@ -118,7 +118,7 @@ class KMeans(Estimator):
 
     def _assign(self, X, labels, distances):
         centers = self._fitted("cluster_centers_")
-        return _fulgurite.assign(X, centers, self.metric, self.n_threads, labels, distances)
+        return _fulgurite.assign(X, centers, self.metric, threads_of(self.n_threads), labels, distances)
 
     def predict(self, X):
         """The nearest centroid of each row."""
@@ -168,7 +168,7 @@ class HDBSCAN(Estimator):
 
         X = rows_of("X", X)
         self.labels_, self.probabilities_ = np.empty(len(X), np.int32), np.empty(len(X), np.float32)
-        asked = (self.min_cluster_size, self.min_samples, self.allow_single_cluster, self.n_threads)
+        asked = (self.min_cluster_size, self.min_samples, self.allow_single_cluster, threads_of(self.n_threads))
         self.cluster_persistence_ = np.array(_fulgurite.hdbscan(X, asked, self.labels_, self.probabilities_))
         self.n_features_in_ = X.shape[1]
         return self
@@ -192,7 +192,7 @@ class DBSCAN(Estimator):
 
         X = rows_of("X", X)
         self.labels_ = np.empty(len(X), np.int32)
-        cores = _fulgurite.dbscan(X, (self.eps, self.min_samples, self.n_threads), self.labels_)
+        cores = _fulgurite.dbscan(X, (self.eps, self.min_samples, threads_of(self.n_threads)), self.labels_)
         self.core_sample_indices_ = np.array(cores, np.int64)
         self.components_ = X[self.core_sample_indices_]
         self.n_features_in_ = X.shape[1]

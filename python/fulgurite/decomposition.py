@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from . import _fulgurite
-from ._estimators import Estimator, rows_of, seed_of
+from ._estimators import Estimator, rows_of, seed_of, threads_of
 
 __all__ = ["PCA", "TruncatedSVD"]
 
@@ -25,7 +25,7 @@ class _Components(Estimator):
             raise ValueError(f"`n_components` is {k!r}, allowed: 1 to {min(X.shape)}, the lesser of rows and columns")
         self.components_ = np.empty((k, X.shape[1]), np.float32)
         self.mean_ = np.empty(X.shape[1], np.float32) if self._centred else None
-        asked = (int(k), self.tol, seed_of(self.random_state), self.n_threads)
+        asked = (int(k), self.tol, seed_of(self.random_state), threads_of(self.n_threads))
         values, variances, ratios, randomised = _fulgurite.svd(X, asked, self.components_, self.mean_)
         self.singular_values_ = np.array(values)
         self.explained_variance_, self.explained_variance_ratio_ = np.array(variances), np.array(ratios)
@@ -61,7 +61,7 @@ class _Components(Estimator):
         components = self._fitted("components_")
         X = rows_of("X", X)
         out = np.empty((len(X), len(components)), np.float32)
-        _fulgurite.project(X, components, self.mean_, self.n_threads, out)
+        _fulgurite.project(X, components, self.mean_, threads_of(self.n_threads), out)
         return out
 
     def fit_transform(self, X, y=None):

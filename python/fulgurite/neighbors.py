@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from . import _fulgurite
-from ._estimators import Estimator, rows_of, seed_of, whole
+from ._estimators import Estimator, rows_of, seed_of, threads_of, whole
 
 __all__ = ["IVFNeighbors", "NearestNeighbors"]
 
@@ -44,7 +44,7 @@ class NearestNeighbors(Estimator):
 
     def _asked(self):
         """The parameters on which the index depends, besides the rows."""
-        return (self.metric, self.score_tolerance, self.n_threads), None
+        return (self.metric, self.score_tolerance, threads_of(self.n_threads)), None
 
     def _index(self):
         rows, asked = self._fitted("_rows"), self._asked()

@@ -16,7 +16,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from . import _fulgurite
-from ._estimators import rows_of, seed_of, whole
+from ._estimators import rows_of, seed_of, threads_of, whole
 from ._lists import InvertedLists, lists, probed, search_lists
 from .neighbors import NearestNeighbors
 
@@ -68,7 +68,7 @@ def assign_and_sum(
         raise ValueError(f"`X` has {X.shape[1]} columns, allowed: {centroids.shape[1]}, those of `centroids`")
     if not len(X):
         return ClusterSums(labels, np.zeros(centroids.shape), np.zeros(len(centroids), np.int64), 0.0)
-    sums, counts, inertia = _fulgurite.assign_and_sum(X, centroids, metric, n_threads, labels)
+    sums, counts, inertia = _fulgurite.assign_and_sum(X, centroids, metric, threads_of(n_threads), labels)
     sums = np.frombuffer(sums, np.float64).reshape(centroids.shape).copy()
     return ClusterSums(labels, sums, np.array(counts, np.int64), inertia)
 

@@ -381,6 +381,13 @@ pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], element: O
         Some(ArrayProtocol::Table(_) | ArrayProtocol::Methods(_)) => {
             like.call_method1(pyo3::intern!(py, "new_empty"), (dimensions,))?
         }
+        Some(ArrayProtocol::Capsule) if !like.hasattr("__array_namespace__")? || !like.hasattr("dtype")? => {
+            let name = like.get_type().name()?;
+            return Err(wrong(format!(
+                "`q` is a {name} without `dtype` or `__array_namespace__`, with which its library makes a result, \
+                 allowed: arrays of NumPy, torch or the array API"
+            )));
+        }
         Some(ArrayProtocol::Capsule) if matches!(array.place(), Place::Cuda(_)) => {
             return on_its_gpu(like, shape, name);
         }

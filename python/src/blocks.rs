@@ -3,6 +3,7 @@
 use crate::array::{Array, Claims, wrong};
 use crate::description::{Description, Role, in_32_bits};
 use crate::expression;
+use crate::gil::detach;
 use fulgurite::{BlockLists, BlockMask, BlockSpec, Inputs, Mask, Problem, TensorView};
 use pyo3::prelude::*;
 
@@ -87,7 +88,7 @@ pub fn reached(
     let spec = BlockSpec { rows, cols, batch, heads };
     let bound = inputs.bind(&problem).map_err(|e| wrong(e.to_string()))?;
     in_32_bits(bound.past_32_bits())?;
-    let blocks = py.detach(|| BlockMask::from_mask(&bound, spec)).map_err(|e| wrong(e.to_string()))?;
+    let blocks = detach(py, || BlockMask::from_mask(&bound, spec))?.map_err(|e| wrong(e.to_string()))?;
     let (mut partial, mut full) = (Lists::new(), Lists::new());
     for b in 0..batch {
         for h in 0..heads {

@@ -1,6 +1,7 @@
 //! A key/value cache of one sequence, in floating point or packed to 4 and 2 bits. Use `fulgurite.KvCache`.
 
 use crate::array::{Array, Claims, fresh, refuse, wrong};
+use crate::gil::detach;
 use crate::variants::{Engine, copy_into};
 use fulgurite::cache::{CacheParts, CacheSpec, KvCache as Store, Storage, choose_bits};
 use fulgurite::format::Bits;
@@ -47,6 +48,11 @@ impl Cache {
         let engine = Engine::new(choice, &settings, "the key/value cache").map_err(wrong)?;
         Ok(Cache { store: RwLock::new(store), engine })
     }
+
+    /// Reads the cache without the GIL: a call that holds the lock may be waiting for the GIL.
+    fn read<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&Store) -> T + Send) -> PyResult<T> {
+        detach(py, || work(&self.store.read().unwrap_or_else(PoisonError::into_inner)))
+    }
 }
 
 #[pymethods]
@@ -82,31 +88,30 @@ impl Cache {
     }
 
     /// The contents of a file.
-    fn save(&self) -> Contents {
-        let parts = self.store.read().unwrap_or_else(PoisonError::into_inner).to_parts();
-        (parts.words, parts.arrays)
+    fn save(&self, py: Python<'_>) -> PyResult<Contents> {
+        let parts = self.read(py, Store::to_parts)?;
+        Ok((parts.words, parts.arrays))
     }
 
     /// Appends tokens: k `[tokens, heads, head_dim]`, v `[tokens, heads, value_dim]`.
     fn append(&self, py: Python<'_>, k: &Bound<'_, PyAny>, v: &Bound<'_, PyAny>) -> PyResult<()> {
         let (k, v) = (Array::read("k", k)?, Array::read("v", v)?);
-        py.detach(|| {
+        detach(py, || {
             let mut claims = Claims::default();
             let (k, v) = (k.view("k", &mut claims)?, v.view("v", &mut claims)?);
             self.store.write().unwrap_or_else(PoisonError::into_inner).append(&k, &v).map_err(refused)
-        })
+        })?
     }
 
     /// Attention of the last queries, `[queries, query heads, head_dim]`, over the cache. Returns o and the LSE.
     fn attend(&self, q: &Bound<'_, PyAny>, scale: f64) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
         let py = q.py();
         let array = Array::read("q", q)?;
-        let (o, lse) = py.detach(|| {
+        let (o, lse) = self.read(py, |store| {
             let mut claims = Claims::default();
             let view = array.view("q", &mut claims)?;
-            let store = self.store.read().unwrap_or_else(PoisonError::into_inner);
             store.attend(&view, scale as f32, &self.engine.options()?).map_err(refused)
-        })?;
+        })??;
         let mut done = Vec::new();
         for (tensor, f32) in [(&o, false), (&lse, true)] {
             let made = fresh(q, &array, tensor.shape(), if f32 { Some(crate::array::Element::F32) } else { None })?;
@@ -119,36 +124,33 @@ impl Cache {
     }
 
     /// Removes all but the first `len` tokens.
-    fn truncate(&self, len: usize) -> PyResult<()> {
-        self.store.write().unwrap_or_else(PoisonError::into_inner).truncate(len).map_err(refused)
+    fn truncate(&self, py: Python<'_>, len: usize) -> PyResult<()> {
+        detach(py, || self.store.write().unwrap_or_else(PoisonError::into_inner).truncate(len))?.map_err(refused)
     }
 
     /// An independent copy.
-    fn fork(&self) -> Cache {
-        let store = self.store.read().unwrap_or_else(PoisonError::into_inner).fork();
-        Cache { store: RwLock::new(store), engine: self.engine.clone() }
+    fn fork(&self, py: Python<'_>) -> PyResult<Cache> {
+        Ok(Cache { store: RwLock::new(self.read(py, Store::fork)?), engine: self.engine.clone() })
     }
 
     /// Key and value of a token in one head, as the cache holds them.
-    fn get(&self, token: usize, head: usize) -> Option<[Vec<f32>; 2]> {
-        self.store.read().unwrap_or_else(PoisonError::into_inner).get(token, head)
+    fn get(&self, py: Python<'_>, token: usize, head: usize) -> PyResult<Option<[Vec<f32>; 2]>> {
+        self.read(py, |store| store.get(token, head))
     }
 
     /// (tokens, bytes, bits per element).
-    fn usage(&self) -> (usize, usize, f64) {
-        let store = self.store.read().unwrap_or_else(PoisonError::into_inner);
-        (store.len(), store.size_bytes(), store.bits_per_element())
+    fn usage(&self, py: Python<'_>) -> PyResult<(usize, usize, f64)> {
+        self.read(py, |store| (store.len(), store.size_bytes(), store.bits_per_element()))
     }
 
     /// Sizes and storage.
-    fn spec(&self) -> Sizes {
-        let store = self.store.read().unwrap_or_else(PoisonError::into_inner);
-        let spec = store.spec();
+    fn spec(&self, py: Python<'_>) -> PyResult<Sizes> {
+        let spec = self.read(py, |store| store.spec().clone())?;
         let sizes = [spec.heads, spec.head_dim, spec.value_dim, spec.capacity];
-        match &spec.storage {
+        Ok(match &spec.storage {
             Storage::Float(dtype) => (sizes, Some(dtype.name().into()), None),
             Storage::Packed { k, v } => (sizes, None, Some((numbers(k), numbers(v)))),
-        }
+        })
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::array::{Array, wrong};
 use crate::description::Description;
 use crate::dispatch::Call;
+use crate::gil::detach;
 use fulgurite::{Choice, DType, Engine, Error, Run};
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare::{self, Verdict};
@@ -56,13 +57,13 @@ pub fn judge(
     let (py, call) = (qkv[0].py(), Call::new(description, qkv, extras)?);
     let arrays = results.iter().map(|object| Array::read("results", object)).collect::<PyResult<Vec<_>>>()?;
     let verdicts = match (saved, &arrays[..]) {
-        (None, [o]) => py.detach(|| call.judge_forward(o, None))?,
-        (None, [o, lse]) => py.detach(|| call.judge_forward(o, Some(lse)))?,
+        (None, [o]) => detach(py, || call.judge_forward(o, None))??,
+        (None, [o, lse]) => detach(py, || call.judge_forward(o, Some(lse)))??,
         (None, _) => return Err(wrong(format!("`results` has {} arrays, allowed: o, or o and lse", arrays.len()))),
         (Some((o, lse, d_o, d_lse)), gradients) => {
             let (o, lse, d_o) = (Array::read("o", o)?, Array::read("lse", lse)?, Array::read("d_o", d_o)?);
             let d_lse = d_lse.as_ref().map(|object| Array::read("d_lse", object)).transpose()?;
-            py.detach(|| call.judge_backward([&o, &lse, &d_o], d_lse.as_ref(), gradients))?
+            detach(py, || call.judge_backward([&o, &lse, &d_o], d_lse.as_ref(), gradients))??
         }
     };
     Ok(verdicts.into_iter().map(Judged::from).collect())
@@ -77,7 +78,7 @@ pub fn check(py: Python<'_>, engine: &str, dtype: &str) -> PyResult<Vec<Outcome>
         let engine = fulgurite::engine(choice)?;
         cases::cases(dtype).iter().map(|case| outcome(engine.as_ref(), case)).collect()
     };
-    py.detach(run).map_err(|e| wrong(e.to_string()))
+    detach(py, run)?.map_err(|e| wrong(e.to_string()))
 }
 
 fn outcome(engine: &dyn Engine, case: &Case) -> Result<Outcome, Error> {

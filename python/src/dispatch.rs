@@ -7,19 +7,21 @@ use crate::array::{Array, Claims, Element, Place, fresh, refuse, refuse_forward,
 use crate::blocks;
 use crate::cuda::{self, Caller};
 use crate::description::{Description, GradientFields, Role, in_32_bits};
+use crate::gil::detach;
 use fulgurite::gpu::ResultType;
 use fulgurite::{
     BlockMask, Choice, DType, Forward, Gradients, Inputs, Outputs, Problem, Run, Saved, Tally, Tensor, TensorViewMut,
 };
 use fulgurite_core::compare::{self, Verdict};
+use fulgurite_core::stop;
 use pyo3::prelude::*;
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Instant;
 
 thread_local! {
     /// Scratch space for an LSE that the caller does not want.
-    static LSE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    static LSE: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 /// The arrays of a call.
@@ -74,7 +76,7 @@ impl<'a> Call<'a> {
 
     /// Fills o, and lse if it is given.
     pub fn forward(&self, py: Python<'_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
-        py.detach(|| self.forward_on_host(o, lse))
+        detach(py, || self.forward_on_host(o, lse))?
     }
 
     /// Like [`forward`](Self::forward), on a thread that need not know Python.
@@ -121,15 +123,19 @@ impl<'a> Call<'a> {
         let o = o.view_mut("out", &mut claims)?;
         match lse {
             Some(lse) => run(&inputs, &mut Outputs { o, lse: lse.view_mut("lse", &mut claims)? }),
-            None => LSE.with_borrow_mut(|room| {
+            None => {
+                // Taken out, because a signal handler may make a call during this one.
+                let mut room = LSE.take();
                 let shape = self.problem.lse_shape();
                 let need = shape.iter().product();
                 if room.len() < need {
-                    room.resize(need, 0.0);
+                    room = stop::zeros("the LSE", need);
                 }
                 let lse = TensorViewMut::new(&mut room[..need], &shape).map_err(|e| refuse(e.into()))?;
-                run(&inputs, &mut Outputs { o, lse })
-            }),
+                let done = run(&inputs, &mut Outputs { o, lse });
+                LSE.set(room);
+                done
+            }
         }
     }
 
@@ -207,7 +213,7 @@ impl<'a> Call<'a> {
         match self.q.gpu() {
             Some(_) => self.backward_on_gpu(Caller::Object(q), saved, gradients, results),
             None if results.is_f32() => Err(only_on_gpu(&self.q)),
-            None => q.py().detach(|| self.backward_on_host(saved, gradients)),
+            None => detach(q.py(), || self.backward_on_host(saved, gradients))?,
         }
     }
 
@@ -401,11 +407,11 @@ pub fn counted(
     let lse = fresh(qkv[0], &call.q, &call.problem.lse_shape(), Some(Element::F32))?;
     let (to, to_lse) = (Array::of_result("o", o.object(py))?, Array::of_result("lse", lse.object(py))?);
     let tally = Tally::default();
-    py.detach(|| {
+    detach(py, || {
         call.with_outputs(&to, Some(&to_lse), |inputs, outputs| {
             call.engine_forward(inputs, outputs, &Run::default().tally(&tally))
         })
-    })?;
+    })??;
     let counters = tally.counters();
     let counts = [counters.rescales_possible, counters.rescales_done, counters.blocks_redone];
     Ok((o.finish(py)?, lse.finish(py)?, counts))

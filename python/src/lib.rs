@@ -15,6 +15,7 @@ mod description;
 mod dispatch;
 mod expression;
 mod foreign;
+mod gil;
 mod gpu;
 mod jax;
 mod memory;
@@ -34,6 +35,7 @@ mod _fulgurite {
     use crate::blocks;
     use crate::check::SavedObjects;
     use crate::dispatch::{self, Call};
+    use crate::gil::detach;
     use crate::read;
     use fulgurite::gpu::ResultType;
     use fulgurite::{Choice, DType, Mask, Problem};
@@ -54,6 +56,7 @@ mod _fulgurite {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::gil::only_in_the_main_interpreter()?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 
@@ -198,7 +201,7 @@ mod _fulgurite {
         ) -> PyResult<f64> {
             let call = Call::new(self, [q, k, v], &[])?;
             let out = Array::read("out", out)?;
-            py.detach(|| call.time(&out, times))
+            detach(py, || call.time(&out, times))?
         }
     }
 
@@ -270,12 +273,12 @@ mod _fulgurite {
     fn read_sum(py: Python<'_>, arrays: Vec<Bound<'_, PyAny>>, threads: usize) -> PyResult<(u64, f64)> {
         let arrays = arrays.iter().map(|array| Array::read("arrays", array)).collect::<PyResult<Vec<_>>>()?;
         let words = arrays.iter().map(|array| array.words("arrays")).collect::<PyResult<Vec<_>>>()?;
-        py.detach(|| Ok(read::read_sum(&words, threads.max(1))))
+        detach(py, || read::read_sum(&words, threads.max(1)))
     }
 
     /// GFLOP/s of a large f32 matrix product by fulgurite's own micro-kernel.
     #[pyfunction]
-    fn gemm_rate(py: Python<'_>, threads: usize) -> f64 {
-        py.detach(|| fulgurite::matrix_product_gflops(threads.max(1)))
+    fn gemm_rate(py: Python<'_>, threads: usize) -> PyResult<f64> {
+        detach(py, || fulgurite::matrix_product_gflops(threads.max(1)))
     }
 }

@@ -2,6 +2,7 @@
 //! `cluster`, `neighbors` and `decomposition` of the package.
 
 use crate::array::{Array, Claims, wrong};
+use crate::gil::detach;
 use fulgurite::neighbors::{
     Dbscan, Decomposition, FileRows, Hdbscan, Init, Ivf, IvfIndex, KMeans, KMeansModel, Method, Metric, NeighborIndex,
     Options, Pca, Points, TruncatedSvd,
@@ -115,7 +116,7 @@ fn fit(py: Python<'_>, asked: &KMeansOptions<'_>, source: &Source<'_>, batch: Op
         }
     };
     let kmeans = kmeans.init(init);
-    py.detach(|| match (source, batch) {
+    detach(py, || match (source, batch) {
         (Source::Memory(points), None) => kmeans.fit(*points),
         (Source::Memory(points), Some(batch)) => kmeans.fit_batches(points, batch, usize::MAX, &mut |_| ()),
         (Source::File { path, memory_bytes }, batch) => {
@@ -125,7 +126,7 @@ fn fit(py: Python<'_>, asked: &KMeansOptions<'_>, source: &Source<'_>, batch: Op
                 Some(batch) => kmeans.fit_batches(&rows, batch, *memory_bytes, &mut |_| ()),
             }
         }
-    })
+    })?
     .map_err(refused)
 }
 
@@ -190,12 +191,11 @@ pub fn assign(
     let own = Points::named("cluster_centers_", own_rows, shape("cluster_centers_", &own)?).map_err(refused)?;
     let model = KMeansModel::of(own, metric, options(threads)).map_err(refused)?;
     let want = distances.is_some();
-    let (found, far, inertia) = py
-        .detach(|| {
-            let far = if want { model.transform(points)? } else { Vec::new() };
-            Ok((model.predict(points)?, far, model.inertia_of(points)?))
-        })
-        .map_err(refused)?;
+    let (found, far, inertia) = detach(py, || {
+        let far = if want { model.transform(points)? } else { Vec::new() };
+        Ok((model.predict(points)?, far, model.inertia_of(points)?))
+    })?
+    .map_err(refused)?;
     if let Some(to) = labels {
         fill("labels", to, Values::I32(&signed(&found)))?;
     }
@@ -222,7 +222,7 @@ pub fn assign_and_sum<'py>(
     let points = Points::named("X", rows, shape("X", &array)?).map_err(refused)?;
     let own = Points::named("centroids", own_rows, shape("centroids", &own)?).map_err(refused)?;
     let model = KMeansModel::of(own, metric, options(threads)).map_err(refused)?;
-    let part = py.detach(|| model.assign_and_sum(points)).map_err(refused)?;
+    let part = detach(py, || model.assign_and_sum(points))?.map_err(refused)?;
     fill("labels", labels, Values::I32(&signed(&part.labels)))?;
     let sums: Vec<u8> = part.sums.iter().flat_map(|sum| sum.to_ne_bytes()).collect();
     Ok((PyBytes::new(py, &sums), part.counts, part.inertia))
@@ -255,7 +255,7 @@ impl Index {
         let points = Points::named("X", rows, shape("X", &array)?).map_err(refused)?;
         let (name, tolerance, threads) = asked;
         let (metric, options) = (metric(&name)?, options(threads));
-        let made = py.detach(|| match lists {
+        let made = detach(py, || match lists {
             None => {
                 let index = NeighborIndex::with_tolerance(points, metric, options, tolerance)?;
                 Ok(Searched::All(Box::new(index.into_owned())))
@@ -265,7 +265,7 @@ impl Index {
                 let index = lists.score_tolerance(tolerance).options(options).build(points)?;
                 Ok(Searched::Lists(Box::new(index.into_owned())))
             }
-        });
+        })?;
         made.map(Index).map_err(refused)
     }
 
@@ -283,12 +283,12 @@ impl Index {
         let array = queries.map(|queries| Array::read("X", queries)).transpose()?;
         let mut claims = Claims::default();
         let asks = array.as_ref().map(|array| asking(array, &mut claims)).transpose()?;
-        let found = py.detach(|| match (&self.0, asks) {
+        let found = detach(py, || match (&self.0, asks) {
             (Searched::All(index), Some(asks)) => index.search(asks, k),
             (Searched::All(index), None) => index.search_self(k),
             (Searched::Lists(index), Some(asks)) => index.search(asks, k, probes),
             (Searched::Lists(index), None) => index.search_self(k, probes),
-        });
+        })?;
         let found = found.map_err(refused)?;
         fill("rows", rows, Values::I32(&signed(&found.rows)))?;
         fill("distances", distances, Values::F32(&found.distances))
@@ -299,10 +299,10 @@ impl Index {
         let array = Array::read("X", queries)?;
         let mut claims = Claims::default();
         let asks = asking(&array, &mut claims)?;
-        py.detach(|| match &self.0 {
+        detach(py, || match &self.0 {
             Searched::All(_) => Ok(1.0),
             Searched::Lists(index) => index.recall(asks, k, probes),
-        })
+        })?
         .map_err(refused)
     }
 }
@@ -329,7 +329,7 @@ pub fn hdbscan(
     if let Some(samples) = samples {
         hdbscan = hdbscan.min_samples(samples);
     }
-    let found = py.detach(|| hdbscan.fit(points)).map_err(refused)?;
+    let found = detach(py, || hdbscan.fit(points))?.map_err(refused)?;
     fill("labels", labels, Values::I32(&found.labels))?;
     fill("probabilities", probabilities, Values::F32(&found.probabilities))?;
     Ok(found.stabilities)
@@ -349,7 +349,7 @@ pub fn dbscan(
     let points = Points::named("X", rows, shape("X", &array)?).map_err(refused)?;
     let (radius, samples, threads) = asked;
     let dbscan = Dbscan::new(radius).min_samples(samples).options(options(threads));
-    let found = py.detach(|| dbscan.fit(points)).map_err(refused)?;
+    let found = detach(py, || dbscan.fit(points))?.map_err(refused)?;
     fill("labels", labels, Values::I32(&found.labels))?;
     Ok(found.cores)
 }
@@ -373,10 +373,10 @@ pub fn svd(
     let points = Points::named("X", rows, shape("X", &array)?).map_err(refused)?;
     let (k, tolerance, seed, threads) = asked;
     let centred = mean.is_some();
-    let found = py.detach(|| match centred {
+    let found = detach(py, || match centred {
         true => Pca::new(k).tolerance(tolerance).seed(seed).options(options(threads)).fit(points),
         false => TruncatedSvd::new(k).tolerance(tolerance).seed(seed).options(options(threads)).fit(points),
-    });
+    })?;
     let found = found.map_err(refused)?;
     fill("components", components, Values::F32(found.components()))?;
     if let (Some(to), Some(values)) = (mean, found.mean()) {
@@ -405,6 +405,6 @@ pub fn project(
     let points = Points::named("X", rows, shape("X", &array)?).map_err(refused)?;
     let own = Points::named("components_", own_rows, shape("components_", &own)?).map_err(refused)?;
     let found = Decomposition::of(own, mean, options(threads)).map_err(refused)?;
-    let found = py.detach(|| found.transform(points)).map_err(refused)?;
+    let found = detach(py, || found.transform(points))?.map_err(refused)?;
     fill("out", out, Values::F32(&found))
 }

@@ -3,6 +3,7 @@
 use crate::array::{Array, Claims, Element, fresh, refuse, wrong};
 use crate::cuda;
 use crate::dispatch::one_place;
+use crate::gil::detach;
 use fulgurite::gpu::{Session, Tables, TensorOperator, TensorType, tensor_operators};
 use fulgurite::sim::{Options, Sim};
 use fulgurite::{DType, Tensor, TensorViewMut};
@@ -49,12 +50,12 @@ pub fn apply(py: Python<'_>, name: &str, objects: &[Bound<'_, PyAny>], engine: &
         let views =
             names().zip(&arrays).map(|(arg, array)| array.view(arg, &mut claims)).collect::<PyResult<Vec<_>>>()?;
         let mut to = output.view_mut("output", &mut claims)?;
-        let computed = py.detach(|| match engine {
+        let computed = detach(py, || match engine {
             "sim" => Session::new(Arc::new(Sim::new(Options::default())), Tables::default())
                 .apply_to_host(operator, &views)
                 .map_err(refuse),
             _ => operator.exact(&views).map_err(|e| wrong(e.to_string())),
-        })?;
+        })??;
         copy(&computed, &mut to);
     }
     result.finish(py)

@@ -1,6 +1,7 @@
 """Nothing silently wrong: NaN, threads, forks, gradients that are not there, values that are read as they are meant."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from judge import close, judged
 from reference import attention as reference
 
 import fulgurite
+import fulgurite.cluster
 
 
 def ones(*shape):
@@ -96,6 +98,52 @@ def test_masked_arrays_are_refused():
     lengths = numpy.ma.masked_array([4], mask=[True])
     with pytest.raises(ValueError, match="filled"):
         fulgurite.attention(x, x, x, used_lengths=(None, lengths))
+    # Copies for strides and for other types would lose the mask before anyone sees it.
+    apart = numpy.ma.masked_array(ones(1, 4, 1, 16), mask=True)[..., ::2]
+    lse = ones(1, 1, 4)
+    calls = [
+        lambda: fulgurite.flash_attn_func(x, apart, x),
+        lambda: fulgurite.merge(x, lse, masked, lse),
+        lambda: fulgurite.cluster.KMeans(1).fit(numpy.ma.masked_array(ones(4, 2), mask=True)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="filled"):
+            call()
+
+
+def test_numbers_of_threads_are_bounded():
+    points = ones(6, 2)
+    for threads in (-1, 0, 4097, 2**63):
+        with pytest.raises(ValueError, match="threads"):
+            fulgurite.cluster.KMeans(2, n_threads=threads).fit(points)
+        with pytest.raises(ValueError, match="threads"):
+            fulgurite.attention(ones(1, 2, 1, 8), ones(1, 2, 1, 8), ones(1, 2, 1, 8), threads=threads)
+
+
+class OnlyDLPack:
+    """An array that can be read through DLPack and has nothing else."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_an_array_with_nothing_but_dlpack_is_refused():
+    x = ones(1, 4, 1, 8)
+    with pytest.raises(ValueError, match="`q`"):
+        fulgurite.attention(OnlyDLPack(x), x, x)
+
+
+def test_addresses_are_no_arrays():
+    from fulgurite import _fulgurite
+
+    with pytest.raises((ValueError, TypeError)):
+        _fulgurite.read_sum([(8, 4096)], 1)
 
 
 def test_a_refused_call_leaves_the_cache_alone():
@@ -134,6 +182,185 @@ def test_children_of_fork_have_workers():
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60).returncode == 0
 
 
+# Calls that take many seconds each; `x` and `points` are made once.
+LONG_CALLS = """
+    attention = lambda **more: fulgurite.attention(x, x, x, **more)
+    calls = {
+        "one thread": lambda: attention(threads=1),
+        "threads": lambda: attention(threads=3),
+        "a modifier": lambda: attention(score_mod=lambda s, b, h, i, j: np.tanh(s) - abs(i - j)),
+        "oracle": lambda: attention(engine="oracle"),
+        "gradients": lambda: fulgurite.attention_backward(x, x, x, x, x, lse, threads=3),
+        "int8": lambda: attention(precision="int8"),
+        "skip": lambda: attention(causal=True, skip="lambda:1e-9"),
+        "parallax": lambda: fulgurite.parallax_attention(x, x, x, x),
+        "delta rule": lambda: fla.fused_recurrent_gated_delta_rule(many, many, many, gates, beta=-gates),
+        "delta rule backward": lambda: fla.chunk_gated_delta_rule_backward(many, many, many, many, gates, -gates),
+        "blocks": lambda: fulgurite.create_block_mask(lambda b, h, i, j: (i + j) % 7 < 3, 8, 8, 1 << 19, 1 << 19),
+        "clusters": lambda: KMeans(4096, max_iter=500, tol=0).fit(points),
+        "neighbours": lambda: NearestNeighbors(n_neighbors=9).fit(points).kneighbors(points),
+        "density": lambda: HDBSCAN(min_cluster_size=9).fit(points),
+    }
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_an_interrupt_ends_long_calls():
+    """Ctrl-C raises within a second, and calls work afterwards as before."""
+    before = """
+        import os, signal, sys, threading, time
+        import numpy as np, fulgurite
+        from fulgurite import fla
+        from fulgurite.cluster import HDBSCAN, KMeans
+        from fulgurite.neighbors import NearestNeighbors
+
+        x = np.random.default_rng(0).standard_normal((1, 1 << 17, 2, 64), np.float32)
+        lse = np.full((1, 2, 1 << 17), 9.0, np.float32)
+        many = np.random.default_rng(0).standard_normal((1, 1 << 20, 2, 64), np.float32)
+        gates = np.full((1, 1 << 20, 2), -0.1, np.float32)
+        points = np.random.default_rng(0).standard_normal((200_000, 48), np.float32)
+        small = x[:, :500]
+        want = fulgurite.attention(small, small, small, threads=3)
+    """
+    after = """
+        slow = []
+        for name, call in calls.items():
+            sent = []
+
+            def interrupt():
+                sent.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGINT)
+
+            timer = threading.Timer(0.25, interrupt)
+            timer.start()
+            try:
+                call()
+                timer.cancel()
+                slow.append((name, "it ended by itself"))
+            except KeyboardInterrupt:
+                passed = time.monotonic() - sent[0]
+                print(f"{name}: {passed:.2f} s", flush=True)
+                if passed >= 1:
+                    slow.append((name, passed))
+        assert not slow, slow
+        assert (fulgurite.attention(small, small, small, threads=3) == want).all()
+    """
+    done = in_a_process("".join(map(textwrap.dedent, (before, LONG_CALLS, after))), seconds=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def in_a_process(code, seconds=60):
+    """Runs code in a new process that finds the package that this one tests."""
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, timeout=seconds, capture_output=True, text=True, env=where)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_a_signal_handler_may_call():
+    """A handler that makes a call itself, during a call, and raises nothing: both have their results."""
+    x = numpy.random.default_rng(1).standard_normal((1, 4096, 2, 64), numpy.float32)
+    small, seen = x[:, :64], []
+    want = fulgurite.attention(x, x, x, threads=2)
+
+    def handler(number, frame):
+        seen.append(fulgurite.attention(small, small, small, threads=2))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.03, 0.03)
+    try:
+        for _ in range(5):
+            assert (fulgurite.attention(x, x, x, threads=2) == want).all()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen and all((o == fulgurite.attention(small, small, small)).all() for o in seen)
+
+
+def test_a_cache_is_shared_among_threads():
+    """Calls that read a cache while another appends to it wait for each other, never for the GIL at the same time."""
+    rows = numpy.random.default_rng(2).standard_normal((64, 2, 32)).astype(numpy.float32)
+    cache, failed = fulgurite.KvCache(2, 32, 1 << 16), []
+
+    def work(number):
+        try:
+            for _ in range(60):
+                if number == 0:
+                    cache.append(rows, rows)
+                elif number == 1:
+                    cache.fork(), len(cache)
+                elif len(cache):
+                    assert numpy.isfinite(cache.attend(rows)).all()
+        except Exception as error:  # told below
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed and not any(thread.is_alive() for thread in threads)
+    assert len(cache) == 60 * 64
+
+
+def test_sub_interpreters_are_refused_by_name():
+    inner = """
+        import re
+        try:
+            import fulgurite
+        except ImportError as error:
+            assert re.search("fulgurite.*sub-?interpreter", str(error)), error
+        else:
+            raise AssertionError("it was imported")
+    """
+    code = f"""
+        import importlib.util
+        names = ("_interpreters", "_xxsubinterpreters")
+        name = next((name for name in names if importlib.util.find_spec(name)), None)
+        if name is None:
+            raise SystemExit(77)
+        interpreters = __import__(name)
+        import fulgurite
+        # What was raised inside is returned or raised, by version.
+        raised = interpreters.run_string(interpreters.create(), {textwrap.dedent(inner)!r})
+        assert raised is None, raised
+    """
+    done = in_a_process(code)
+    if done.returncode == 77:
+        pytest.skip("this Python has no sub-interpreters")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="sizes are read in /proc")
+def test_refused_memory_is_an_error():
+    """A process that may have little memory computes or refuses; it does not end."""
+    code = """
+        import resource, numpy as np, fulgurite
+        small = np.ones((1, 64, 1, 64), np.float32)
+        fulgurite.attention(small, small, small, threads=2)
+        one = small[:, :1]
+        wide = np.broadcast_to(one, (1, 1 << 19, 1, 64))
+        rows, short = np.ones((1, 1 << 19, 1, 64), np.float16), one.astype(np.float16)
+        lse = np.ones((1, 1, 1 << 19), np.float32)
+        now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (160 << 20), -1))
+        calls = [
+            lambda: fulgurite.attention(wide, one, one, engine="oracle"),
+            lambda: fulgurite.attention_backward(rows, rows, short, short, rows, lse),
+        ]
+        for call in calls:
+            try:
+                call()
+            except ValueError as error:
+                assert "bytes" in str(error), error
+            else:
+                raise SystemExit("the memory was there")
+        assert (fulgurite.attention(small, small, small, threads=2) == 1).all()
+    """
+    done = in_a_process(code)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 class TestTorch:
     @pytest.fixture(autouse=True)
     def _torch(self):
@@ -143,6 +370,18 @@ class TestTorch:
         torch = self.torch
         torch.manual_seed(1)
         return [torch.randn(1, 6, 2, 8, dtype=torch.float32, **more) for _ in range(count)]
+
+    def test_a_second_import(self):
+        code = """
+            import sys, torch, fulgurite
+            for name in [name for name in sys.modules if name.split(".")[0] == "fulgurite"]:
+                del sys.modules[name]
+            import fulgurite
+            x = torch.ones(1, 4, 1, 8, requires_grad=True)
+            fulgurite.attention(x, x, x).sum().backward()
+        """
+        done = in_a_process(code)
+        assert done.returncode == 0, done.stderr
 
     def test_a_captured_tensor_called_grad(self):
         q, k, v = self.tensors()

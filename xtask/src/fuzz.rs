@@ -2,11 +2,12 @@
 
 use crate::steps::{Report, Trouble, must};
 use crate::{cargo, root, target};
+use std::fmt;
 use std::path::PathBuf;
 use std::process::Command;
 
 /// The binaries of the `fuzz` package.
-const TARGETS: &[&str] = &["engine", "problem", "safetensors", "npy", "cache"];
+const TARGETS: &[&str] = &["engine", "memory", "problem", "safetensors", "npy", "cache"];
 
 /// libFuzzer is a part of the LLVM runtime that is only wired up here.
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
@@ -16,36 +17,70 @@ const FLAGS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-leve
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares --cfg fuzzing -Ccodegen-units=1";
 
-/// Reads `[TARGET] [--seconds N]`.
-pub fn parse<'a>(args: &[&'a str]) -> Result<(Option<&'a str>, u64), String> {
-    let (mut only, mut seconds) = (None, 60);
+/// When a target has run long enough.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Until {
+    /// This many seconds have passed.
+    Seconds(u64),
+    /// This many inputs have been tried.
+    Runs(u64),
+}
+
+impl Until {
+    fn argument(self) -> String {
+        match self {
+            Until::Seconds(n) => format!("-max_total_time={n}"),
+            Until::Runs(n) => format!("-runs={n}"),
+        }
+    }
+}
+
+impl fmt::Display for Until {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Until::Seconds(n) => write!(f, "{n} s"),
+            Until::Runs(n) => write!(f, "{n} runs"),
+        }
+    }
+}
+
+/// Reads `[TARGET] [--seconds N | --runs N]`.
+pub fn parse<'a>(args: &[&'a str]) -> Result<(Option<&'a str>, Until), String> {
+    let (mut only, mut until) = (None, Until::Seconds(60));
     let mut args = args.iter();
     while let Some(&arg) = args.next() {
         match arg {
-            "--seconds" => {
-                let given = args.next().ok_or("`--seconds` wants a number")?;
-                seconds = given.parse().map_err(|_| format!("`--seconds` is {given}, allowed: a whole number"))?;
+            "--seconds" | "--runs" => {
+                let given = args.next().ok_or_else(|| format!("`{arg}` wants a number"))?;
+                let n = given.parse().map_err(|_| format!("`{arg}` is {given}, allowed: a whole number"))?;
+                until = if arg == "--runs" { Until::Runs(n) } else { Until::Seconds(n) };
             }
             name if TARGETS.contains(&name) && only.is_none() => only = Some(name),
             other => return Err(format!("`{other}` is no fuzz target, allowed: {}", TARGETS.join(", "))),
         }
     }
-    Ok((only, seconds))
+    Ok((only, until))
 }
 
 /// Builds and runs one target, or each of them. What was found stays under the target folder.
-pub fn run(report: &mut Report, only: Option<&str>, seconds: u64) {
+pub fn run(report: &mut Report, only: Option<&str>, until: Until) {
     for name in TARGETS.iter().filter(|name| only.is_none_or(|only| only == **name)) {
-        report.step(&format!("fuzz {name}, {seconds} s"), || fuzz(name, seconds));
+        report.step(&format!("fuzz {name}, {until}"), || fuzz(name, until));
     }
 }
 
-fn fuzz(name: &str, seconds: u64) -> Result<(), Trouble> {
+/// The largest inputs: the names of a cache's arrays alone take a kilobyte, and a modifier takes some hundred bytes.
+fn longest(name: &str) -> usize {
+    if name == "cache" { 4096 } else { 512 }
+}
+
+fn fuzz(name: &str, until: Until) -> Result<(), Trouble> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
         return Err(Trouble::skip("libFuzzer is set up for x86-64 Linux only"));
     }
     let home = target().join("fuzz");
-    let build = ["build", "--release", "--manifest-path", "fuzz/Cargo.toml", "--target", TRIPLE, "--bin", name];
+    let build =
+        ["build", "--release", "--locked", "--manifest-path", "fuzz/Cargo.toml", "--target", TRIPLE, "--bin", name];
     must(cargo(&build).env("RUSTFLAGS", FLAGS).env("CARGO_TARGET_DIR", &home))?;
     let corpus = folder(home.join("corpus").join(name))?;
     let findings = folder(home.join("findings").join(name))?;
@@ -55,9 +90,8 @@ fn fuzz(name: &str, seconds: u64) -> Result<(), Trouble> {
     if seeds.is_dir() {
         command.arg(seeds);
     }
-    command.arg(format!("-max_total_time={seconds}")).arg(format!("-artifact_prefix={}/", findings.display()));
-    // The names of a cache's arrays alone take a kilobyte.
-    command.arg(if name == "cache" { "-max_len=4096" } else { "-max_len=512" });
+    command.arg(until.argument()).arg(format!("-artifact_prefix={}/", findings.display()));
+    command.arg(format!("-max_len={}", longest(name)));
     must(command.args(["-timeout=20", "-rss_limit_mb=2048", "-print_final_stats=1", "-verbosity=0"]))
 }
 
@@ -68,15 +102,16 @@ fn folder(path: PathBuf) -> Result<PathBuf, Trouble> {
 
 #[cfg(test)]
 mod tests {
-    use super::parse;
+    use super::{Until, parse};
 
     #[test]
     fn arguments() {
-        assert_eq!(parse(&[]), Ok((None, 60)));
-        assert_eq!(parse(&["problem", "--seconds", "5"]), Ok((Some("problem"), 5)));
+        assert_eq!(parse(&[]), Ok((None, Until::Seconds(60))));
+        assert_eq!(parse(&["problem", "--seconds", "5"]), Ok((Some("problem"), Until::Seconds(5))));
+        assert_eq!(parse(&["--runs", "7"]), Ok((None, Until::Runs(7))));
         assert_eq!(
             parse(&["nothing"]).unwrap_err(),
-            "`nothing` is no fuzz target, allowed: engine, problem, safetensors, npy, cache"
+            "`nothing` is no fuzz target, allowed: engine, memory, problem, safetensors, npy, cache"
         );
         assert_eq!(parse(&["--seconds", "x"]).unwrap_err(), "`--seconds` is x, allowed: a whole number");
     }

@@ -23,7 +23,8 @@ usage: cargo xtask <task>
   test [--long]                       all tests; --long adds random grids, fuzzing, the wheel and PyTorch
   ci                                  format, clippy and docs with warnings denied, then test
   bench [-- ARGS]                     the comparison with peers; rewrites docs/lab/results and the numbers in README
-  fuzz [TARGET] [--seconds N]         a fuzz target, or all of them, for N seconds each (default 60)
+  fuzz [TARGET] [--seconds N | --runs N]
+                                      a fuzz target, or all of them, for N seconds each (default 60) or N inputs
   fingerprints [--update] [--texts DIR]
                                       names the GPU kernels that a change altered; --update accepts them
   site [--test [FOLDER]]              all documentation and the live pages, in target/site; needs no network.
@@ -74,7 +75,7 @@ fn main() -> ExitCode {
         ["bench"] => bench::run(&mut report, &[]),
         ["bench", "--", ref rest @ ..] => bench::run(&mut report, rest),
         ["fuzz", ref rest @ ..] => match fuzz::parse(rest) {
-            Ok((target, seconds)) => fuzz::run(&mut report, target, seconds),
+            Ok((target, until)) => fuzz::run(&mut report, target, until),
             Err(why) => return usage(&why),
         },
         ["fingerprints", ref rest @ ..] => match kernels::parse(rest) {

@@ -16,8 +16,9 @@ pub enum Extent {
 /// Type-checked in every run, executed under emulation in the long tests: the machines that run the tests are x86-64.
 const ARM: &str = "aarch64-unknown-linux-gnu";
 
-/// Seconds for each fuzz target in the long tests.
-const FUZZ_SECONDS: u64 = 60;
+/// Fuzz targets in the long tests: that of the engines takes longest to come round.
+const FUZZ: fuzz::Until = fuzz::Until::Seconds(60);
+const FUZZ_ENGINE: fuzz::Until = fuzz::Until::Seconds(600);
 
 /// Examples that the tests run, with arguments that keep them short.
 const EXAMPLES: &[(&str, &[&str])] = &[
@@ -77,7 +78,8 @@ pub fn run(report: &mut Report, extent: Extent) {
         report.step("the wheel, installed where there is only NumPy", python::wheel_tests);
         report.step("the wheel against PyTorch and transformers", python::torch_tests);
         report.step("the site in a browser", site::build_and_browse);
-        fuzz::run(report, None, FUZZ_SECONDS);
+        fuzz::run(report, None, FUZZ);
+        fuzz::run(report, Some("engine"), FUZZ_ENGINE);
     }
 }
 

@@ -257,3 +257,29 @@ fn the_readme_shows_the_example() {
     let (_, code) = example.split_once("\n\n").expect("a header, then code");
     assert!(read(&root().join("README.md")).contains(code.trim_end()), "README differs from examples/attention.rs");
 }
+
+/// The dependencies that a lock file lists for a package of this workspace.
+fn locked(lock: &str, package: &str) -> BTreeSet<String> {
+    let block = lock.split("[[package]]").find(|block| block.contains(&format!("\nname = \"{package}\"\n")));
+    let list = block.and_then(|block| block.split_once("dependencies = [")).map_or("", |(_, rest)| rest);
+    let names = list.split(']').next().unwrap_or_default().split('"').skip(1).step_by(2);
+    names.map(|name| name.split(' ').next().unwrap_or_default().to_string()).collect()
+}
+
+/// Packages outside the workspace have locks of their own, which nothing rewrites when a crate that they use changes.
+#[test]
+fn locks_of_other_packages_are_fresh() {
+    for folder in ["fuzz", "bench/candle"] {
+        let path = root().join(folder).join("Cargo.lock");
+        let lock = read(&path);
+        for rule in CRATES.iter().filter(|rule| lock.contains(&format!("\nname = \"{}\"\n", rule.name))) {
+            let manifest = read(&root().join(rule.folder).join("Cargo.toml"));
+            let is_optional =
+                |name: &str| manifest.lines().any(|line| line.starts_with(name) && line.contains("optional = true"));
+            let all = dependencies(&manifest).into_iter().filter(|one| !one.only_in_tests && !is_optional(&one.name));
+            let want: BTreeSet<String> = all.map(|one| one.name).collect();
+            let hint = format!("`cargo metadata --manifest-path {folder}/Cargo.toml` writes it again");
+            assert_eq!(locked(&lock, rule.name), want, "{} in {}; {hint}", rule.name, path.display());
+        }
+    }
+}

@@ -1,8 +1,14 @@
 //! The readers take any bytes: thousands of broken files, no panic.
 
 use fulgurite::{DType, Tensor};
+use fulgurite_cli::cache;
 use fulgurite_cli::io::{npy, safetensors};
 use fulgurite_core::random::Rng;
+
+/// How many times the usual number of files: `FULGURITE_FACTOR=20` makes a million of them.
+fn factor() -> usize {
+    std::env::var("FULGURITE_FACTOR").map_or(1, |text| text.parse().expect("FULGURITE_FACTOR is a number"))
+}
 
 fn mutate(rng: &mut Rng, whole: &[u8]) -> Vec<u8> {
     let mut bytes = whole.to_vec();
@@ -36,11 +42,11 @@ fn broken_safetensors_never_panic() {
         [DType::F32, DType::F16, DType::Bf16, DType::I32].map(|dtype| Tensor::zeros(dtype, &[2, 3, 4]).unwrap());
     let names = ["q", "k", "v", "cu_seqlens"].map(String::from);
     let whole = safetensors::encode(&names.into_iter().zip(&tensors).collect::<Vec<_>>()).unwrap();
-    let mut refused = 0;
-    for _ in 0..20_000 {
+    let (mut refused, files) = (0, 20_000 * factor());
+    for _ in 0..files {
         refused += usize::from(safetensors::decode(&mutate(rng, &whole)).is_err());
     }
-    assert!((1000..20_000).contains(&refused), "{refused}: the mutations are too weak or too strong");
+    assert!((files / 20..files).contains(&refused), "{refused}: the mutations are too weak or too strong");
 }
 
 #[test]
@@ -48,18 +54,37 @@ fn broken_npy_never_panics() {
     let rng = &mut Rng::new(12);
     for dtype in [DType::F32, DType::F16, DType::I32] {
         let whole = npy::encode(&Tensor::zeros(dtype, &[2, 3, 4]).unwrap()).unwrap();
-        let mut refused = 0;
-        for _ in 0..5000 {
+        let (mut refused, files) = (0, 5000 * factor());
+        for _ in 0..files {
             refused += usize::from(npy::decode(&mutate(rng, &whole)).is_err());
         }
-        assert!((500..5000).contains(&refused), "{refused}: the mutations are too weak or too strong");
+        assert!((files / 10..files).contains(&refused), "{refused}: the mutations are too weak or too strong");
+    }
+}
+
+/// Saved caches in floating point and packed, as the fuzzer begins with.
+#[test]
+fn broken_caches_never_panic() {
+    let rng = &mut Rng::new(14);
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/cache");
+    let files: Vec<Vec<u8>> =
+        std::fs::read_dir(folder).unwrap().map(|file| std::fs::read(file.unwrap().path()).unwrap()).collect();
+    assert!(files.len() > 2);
+    for whole in &files {
+        assert!(cache::decode(whole).is_ok());
+        for _ in 0..1000 * factor() {
+            if let Ok(found) = cache::decode(&mutate(rng, whole)) {
+                // What was read is a cache: it can be written.
+                cache::encode(&found).unwrap();
+            }
+        }
     }
 }
 
 #[test]
 fn noise_never_panics() {
     let rng = &mut Rng::new(13);
-    for _ in 0..5000 {
+    for _ in 0..5000 * factor() {
         let length = rng.range(0..200);
         let mut bytes: Vec<u8> = (0..length).map(|_| rng.bits() as u8).collect();
         assert!(safetensors::decode(&bytes).is_err());

@@ -3,6 +3,7 @@
 use crate::block::{BlockError, BlockMask, BlockSpec};
 use crate::expr::{Coverage, Domain};
 use crate::inputs::Bound;
+use crate::stop;
 
 impl BlockMask {
     /// The blocks that the mask of `bound`'s problem can reach, found by interval arithmetic without evaluating
@@ -15,6 +16,7 @@ impl BlockMask {
         for b in 0..spec.batch {
             for h in 0..spec.heads {
                 for i in 0..q_blocks {
+                    stop::poll();
                     let (mut p, mut f) = (Vec::new(), Vec::new());
                     for j in 0..k_blocks {
                         match Self::coverage_of(bound, &spec, [b, h, i, j]) {

@@ -37,6 +37,7 @@ pub mod skip;
 mod skip_clusters;
 mod skip_means;
 mod skip_text;
+pub mod stop;
 pub mod tensor;
 mod walk;
 

@@ -645,6 +645,15 @@ mod tests {
         Problem::builder().dense(1, 4, 4).heads(2, 1).head_dim(8)
     }
 
+    #[test]
+    fn factors_beyond_f32_are_refused() {
+        for (arg, got) in [("scale", 1e-39), ("scale", 1e38), ("softcap", 1e-45), ("softcap", 3e30)] {
+            let builder = if arg == "scale" { base().scale(got) } else { base().softcap(got) };
+            let text = refused(builder);
+            assert!(text.starts_with(&format!("`{arg}` is {got:e}, allowed: 1e-30 to 1e30")), "{text}");
+        }
+    }
+
     fn refused(builder: ProblemBuilder) -> String {
         builder.build().expect_err("must be refused").to_string()
     }

@@ -8,6 +8,7 @@ use crate::format::Granularity;
 use crate::inputs::{Bound, RowLayout, Sequence};
 use crate::precision::{GroupAttention, Int8Attention, Precision};
 use crate::problem::{Problem, Side};
+use crate::stop;
 use crate::tensor::{Dims, TensorView};
 use std::collections::BTreeMap;
 
@@ -103,6 +104,8 @@ impl<'a, T: Copy> Head<'a, T> {
             bound.row_layout(bound.k().strides(), &sequence, Side::Key),
             bound.row_layout(bound.v().strides(), &sequence, Side::Key),
         );
+        let elems = |dim: usize| sequence.k_len.saturating_mul(dim).saturating_mul(size_of::<T>());
+        stop::ask("keys of a head in f64", elems(problem.head_dim() + problem.value_dim()));
         let (mut k, mut v) = (Vec::new(), Vec::new());
         for j in 0..sequence.k_len {
             let key = read(bound.k(), k_rows.at(j, kv_head), problem.head_dim());
@@ -231,14 +234,16 @@ fn strides(shape: &[usize]) -> Dims {
 pub(crate) fn forward<A: Arithmetic>(bound: &Bound<'_>) -> (Vec<f64>, Vec<f64>) {
     let problem = bound.problem();
     let shape = problem.o_shape();
-    let mut o = vec![0.0; shape.iter().product()];
-    let mut lse = vec![f64::NEG_INFINITY; problem.lse_shape().iter().product()];
+    let mut o: Vec<f64> = stop::zeros("o in f64", shape.iter().product());
+    let mut lse: Vec<f64> = stop::zeros("the LSE in f64", problem.lse_shape().iter().product());
+    lse.fill(f64::NEG_INFINITY);
     for sequence in bound.sequences() {
         let (o_rows, lse_rows) =
             (packed_layout(bound, &shape, sequence, Side::Query), packed_lse_layout(bound, sequence));
         for h in 0..problem.q_heads() {
             let head = Head::new::<A>(bound, *sequence, h);
             for q in 0..sequence.q_len {
+                stop::poll();
                 let row = A::row_forward(&head, q);
                 for (i, x) in row.o.into_iter().enumerate() {
                     o[o_rows.at(q, h) + i] = A::store(problem, x);
@@ -259,6 +264,7 @@ fn chosen<A: Arithmetic, R>(
     let mut last: Option<Head<'_, A::Number>> = None;
     let mut results = Vec::with_capacity(rows.len());
     for at in rows {
+        stop::poll();
         let sequence = bound.sequences()[at.batch];
         if at.row >= sequence.q_len {
             results.push(visit(None));
@@ -297,7 +303,7 @@ pub(crate) struct GradientSums {
 
 impl GradientSums {
     fn zeros(problem: &Problem) -> GradientSums {
-        let zeros = |shape: &[usize]| vec![0.0; shape.iter().product()];
+        let zeros = |shape: &[usize]| stop::zeros("a gradient in f64", shape.iter().product());
         GradientSums {
             d_q: zeros(&problem.q_shape()),
             d_k: zeros(&problem.k_shape()),
@@ -316,7 +322,8 @@ struct KeySums {
 
 impl KeySums {
     fn zeros(problem: &Problem, k_len: usize) -> KeySums {
-        KeySums { d_k: vec![0.0; k_len * problem.head_dim()], d_v: vec![0.0; k_len * problem.value_dim()] }
+        let zeros = |dim: usize| stop::zeros("gradients of keys in f64", k_len * dim);
+        KeySums { d_k: zeros(problem.head_dim()), d_v: zeros(problem.value_dim()) }
     }
 
     fn add<A: Arithmetic>(&mut self, q: &[f64], row: &RowForward, gradient: &RowGradient, given: &Cotangent) {
@@ -393,6 +400,7 @@ pub(crate) fn noise<A: Arithmetic, B: Arithmetic>(
         for (h, d_sink) in d_sinks.iter_mut().enumerate() {
             let (exact, rounded) = (Head::new::<A>(bound, *sequence, h), Head::new::<B>(bound, *sequence, h));
             for q in 0..sequence.q_len {
+                stop::poll();
                 let given = exact.cotangent(q, d_o, d_lse);
                 let (row_a, row_b) = (A::row_forward(&exact, q), B::row_forward(&rounded, q));
                 let a = A::row_gradient(&exact, q, &row_a, &given);
@@ -432,6 +440,7 @@ pub(crate) fn backward<A: Arithmetic>(
             for h in kv_head * problem.group()..(kv_head + 1) * problem.group() {
                 let head = Head::new::<A>(bound, *sequence, h);
                 for q in 0..sequence.q_len {
+                    stop::poll();
                     let (row, given) = (A::row_forward(&head, q), head.cotangent(q, d_o, d_lse));
                     let gradient = A::row_gradient(&head, q, &row, &given);
                     keys.add::<A>(&head.query(q), &row, &gradient, &given);
@@ -488,6 +497,7 @@ pub(crate) fn backward_keys<A: Arithmetic>(
         for h in kv_head * problem.group()..(kv_head + 1) * problem.group() {
             let head = Head::new::<A>(bound, sequence, h);
             for q in 0..sequence.q_len {
+                stop::poll();
                 let (row, given) = (A::row_forward(&head, q), head.cotangent(q, d_o, d_lse));
                 let gradient = A::row_gradient(&head, q, &row, &given);
                 sums.add::<A>(&head.query(q), &row, &gradient, &given);

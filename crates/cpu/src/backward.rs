@@ -16,7 +16,7 @@ use crate::simd::{Ahead, GROUP, GradArgs, Matrix, MatrixMut, Sum};
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Tile};
 use crate::unit::{Keys, Products};
-use fulgurite_core::{GradientOutputs, Saved, Tensor};
+use fulgurite_core::{GradientOutputs, Saved, Tensor, stop};
 use row_stats::{RowTable, Stats, sink_gradients};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -53,12 +53,15 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
     if in_place || !cx.bound.all_queries_used() {
         gradients.d_q.fill(0.0);
     }
-    let mut wide = if in_place { Vec::new() } else { vec![0.0f32; rows.len * cx.d] };
+    let mut wide: Vec<f32> = if in_place { Vec::new() } else { stop::zeros("d_q in f32", rows.len * cx.d) };
     let aux: Mutex<Vec<Vec<f64>>> = Mutex::new(
         cx.problem
             .aux()
             .iter()
-            .map(|spec| vec![0.0; if spec.grad { spec.shape.iter().product() } else { 0 }])
+            .map(|spec| {
+                let n = if spec.grad { spec.shape.iter().product() } else { 0 };
+                stop::zeros(format_args!("the gradient of {} in f64", spec.name), n)
+            })
             .collect(),
     );
     {
@@ -222,6 +225,7 @@ impl CallData<'_> {
             let packed = cx.packer.keys(cx, &own, k_packed);
             let _held = cx.unit.hold();
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
+                stop::poll();
                 let stats = self.tile_stats(tile);
                 if !cx.sees_any(tile, &stats.lanes, keys.clone(), BLOCK) {
                     continue;
@@ -537,7 +541,11 @@ impl CallData<'_> {
         let mut spins = 0u32;
         while turn.load(Ordering::Acquire) < need {
             spins += 1;
-            // The predecessor was handed out earlier, so it is running or done, and this loop ends.
+            // The predecessor was handed out earlier, so it is running or done, and this loop ends; if it has unwound, by
+            // `poll`.
+            if spins.is_multiple_of(64) {
+                stop::poll();
+            }
             if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
         let sequence = &cx.bound.sequences()[stats.tile.sequence];

@@ -14,7 +14,7 @@ use crate::step::Step;
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Tile};
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
-use fulgurite_core::{Precision, Problem, Rescale, RowLayout, Sequence, TensorView};
+use fulgurite_core::{Precision, Problem, Rescale, RowLayout, Sequence, TensorView, stop};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -228,6 +228,7 @@ fn on_vectors(
         let Range { start: first, end } = part.keys(sequence);
         let whole = sees_all(cx, part);
         for start in (first..end).step_by(BLOCK) {
+            stop::poll();
             let piece = Piece { keys: start..(start + BLOCK).min(end), masked: true };
             // If every row sees every key, whole blocks need no new step.
             if !whole || start == first || piece.keys.len() < BLOCK {

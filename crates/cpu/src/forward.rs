@@ -12,7 +12,7 @@ use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Operands, Products, Run, Scratch};
 use crate::{Counters, decode, pool};
-use fulgurite_core::{Outputs, Precision, Rescale};
+use fulgurite_core::{Outputs, Precision, Rescale, stop};
 use std::cell::LazyCell;
 use std::ops::Range;
 use std::sync::Mutex;
@@ -85,6 +85,9 @@ pub(crate) fn items_of(cx: &Context<'_>) -> usize {
 
 pub(crate) fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
     let pairs = sequences.iter().flat_map(|&s| (0..cx.problem.kv_heads()).map(move |h| (s, h)));
+    let rows: usize = sequences.iter().map(|&s| cx.bound.sequences()[s].q_len * cx.problem.q_heads()).sum();
+    // Each tile is listed twice.
+    stop::ask("the list of tiles", rows.div_ceil(cx.kernels.tile) * 2 * size_of::<Tile>());
     let mut all: Vec<(usize, Vec<Tile>)> = pairs.map(|(s, h)| (h, cx.tiles(s, h).collect())).collect();
     let share = share(cx, &all, threads);
     let mut items = Vec::new();
@@ -229,6 +232,7 @@ fn walk(
         }
         for &policy in passes {
             for start in (0..last).step_by(span * block_keys) {
+                stop::poll();
                 let starts = (start..last.min(start + span * block_keys)).step_by(block_keys);
                 let blocks: Vec<PackedBlock<'_, _>> = starts
                     .zip(&mut buffers)

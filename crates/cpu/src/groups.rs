@@ -6,7 +6,7 @@ use crate::minifloat_unit::{Expanded, Operand};
 use crate::tiles::Context;
 use crate::{Counters, Options};
 use fulgurite_core::{
-    Bound, Delta, Forward, GradientOutputs, GroupAttention, Outputs, Saved, Sequence, Side, Tensor, TensorView,
+    Bound, Delta, Forward, GradientOutputs, GroupAttention, Outputs, Saved, Sequence, Side, Tensor, TensorView, stop,
 };
 
 /// q, k and v with every element rounded to its format.
@@ -19,6 +19,10 @@ struct Rounded {
 impl Rounded {
     fn new(bound: &Bound<'_>, spec: &GroupAttention) -> Rounded {
         let problem = bound.problem();
+        let shapes = [problem.q_shape(), problem.k_shape(), problem.v_shape()];
+        let elems = shapes.iter().map(|shape| shape.iter().product::<usize>()).sum::<usize>();
+        // A copy of each, and one of them in f64 on the way.
+        stop::ask("rounded q, k and v", elems.saturating_mul(size_of::<f64>()));
         let along = |view: &TensorView<'_>, dim: usize| {
             let Some(format) = spec.qk else { return view.to_tensor() };
             let mut values: Vec<f32> = view.to_f64().into_iter().map(|x| x as f32).collect();

@@ -7,7 +7,7 @@ use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{BufferSizes, Keys, Operands, Products, Scratch, Unit};
 use fulgurite_core::format::Granularity;
 use fulgurite_core::precision::INT8_LARGEST;
-use fulgurite_core::{Bound, Data, Int8Attention, Problem, RowLayout, Sequence, Side, TensorView};
+use fulgurite_core::{Bound, Data, Int8Attention, Problem, RowLayout, Sequence, Side, TensorView, stop};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -194,8 +194,8 @@ impl Int8Unit {
         let problem: &Problem = bound.problem();
         let (dim, scale, width) = (problem.head_dim(), problem.scale(), self.d * BYTES);
         let given = self.head_rows(bound, bound.q(), s, Side::Query, head, dim);
-        let mut codes = vec![0i8; s.q_len * width];
-        let mut bias = vec![0.0f32; s.q_len];
+        let mut codes: Vec<i8> = stop::zeros("codes of queries", s.q_len * width);
+        let mut bias: Vec<f32> = stop::zeros("sums of queries", s.q_len);
         let scales = given.coded(spec.q, &vec![0.0; dim], width, |q, row, own| {
             codes[q * width..(q + 1) * width].copy_from_slice(own);
             if spec.smooth_k {

@@ -6,7 +6,7 @@ use crate::memory::SharedRows;
 use crate::{Options, backward, forward, pool};
 use fulgurite_core::lighthouse::{Entry, Lighthouse};
 use fulgurite_core::{
-    Forward, Gradients, InputError, Inputs, Mask, Problem, ProblemError, Saved, Tensor, TensorError, TensorView,
+    Forward, Gradients, InputError, Inputs, Mask, Problem, ProblemError, Saved, Tensor, TensorError, TensorView, stop,
 };
 
 /// The result of forward, including the inputs of backward.
@@ -74,7 +74,7 @@ impl From<TensorError> for LighthouseError {
 /// All tokens of a head as f32, `[token][dim]`.
 fn head_rows(view: &TensorView<'_>, options: &Options, batch: usize, head: usize, dim: usize) -> Vec<f32> {
     let strides = view.strides();
-    let mut all = vec![0.0f32; view.shape()[1] * dim];
+    let mut all: Vec<f32> = stop::zeros("rows of a head", view.shape()[1] * dim);
     for (t, row) in all.chunks_exact_mut(dim).enumerate() {
         options.kernels().widen(&view.data(), batch * strides[0] + t * strides[1] + head * strides[2], row);
     }
@@ -116,8 +116,8 @@ pub fn lighthouse_forward(
     let ([dim, value_dim], picked, group) = (light.dims(), light.picked(), heads / kv_heads);
     let builder = Problem::builder().dense(batch, picked, picked).heads(heads, heads).head_dims(dim, value_dim);
     let problem = builder.mask(Mask::causal()).scale(light.scale()).build()?;
-    let mut gathered =
-        [problem.q_shape(), problem.k_shape(), problem.v_shape()].map(|shape| vec![0.0f32; shape.iter().product()]);
+    let mut gathered = [problem.q_shape(), problem.k_shape(), problem.v_shape()]
+        .map(|shape| -> Vec<f32> { stop::zeros("means", shape.iter().product()) });
     let mut entries: Vec<Vec<Entry>> = vec![Vec::new(); batch * heads];
     {
         let to = gathered.each_mut().map(|x| SharedRows::over(x));
@@ -146,7 +146,7 @@ pub fn lighthouse_forward(
     let to = SharedRows::new(&mut view);
     pool::run(options.threads(), batch * heads, &|i| {
         let (b, h) = (i / heads, i % heads);
-        let mut sums = vec![0.0f32; len * value_dim];
+        let mut sums: Vec<f32> = stop::zeros("sums of a head", len * value_dim);
         for (n, e) in entries[i].iter().enumerate() {
             let row = &from[((b * picked + n) * heads + h) * value_dim..][..value_dim];
             for t in light.reach(e) {
@@ -181,7 +181,7 @@ pub fn lighthouse_backward(
     let ([dim, value_dim], picked, group) = (light.dims(), light.picked(), heads / kv_heads);
     let dense = d_o.to_tensor();
     let given = dense.view();
-    let mut d_attended = vec![0.0f32; saved.problem.o_shape().iter().product()];
+    let mut d_attended: Vec<f32> = stop::zeros("gradients of means", saved.problem.o_shape().iter().product());
     {
         let to = SharedRows::over(&mut d_attended);
         pool::run(options.threads(), batch * heads, &|i| {
@@ -209,7 +209,7 @@ pub fn lighthouse_backward(
         let to = SharedRows::new(&mut view);
         pool::run(options.threads(), batch * own, &|i| {
             let (b, kv) = (i / own, i % own);
-            let mut sums = vec![0.0f32; len * dim];
+            let mut sums: Vec<f32> = stop::zeros("sums of a head", len * dim);
             for h in kv * share..(kv + 1) * share {
                 for (n, e) in saved.entries[b * heads + h].iter().enumerate() {
                     let row = &from[((b * picked + n) * heads + h) * dim..][..dim];

@@ -1,7 +1,7 @@
 //! Workspaces, and outputs that several threads write.
 
 use crate::simd::{Ahead, Kernels, TurnedRows};
-use fulgurite_core::{DType, DataMut, TensorViewMut};
+use fulgurite_core::{DType, DataMut, TensorViewMut, stop};
 use half::{bf16, f16};
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -11,6 +11,9 @@ use std::thread::LocalKey;
 
 /// Bytes of a cache line; loads that cross one take twice as long.
 const LINE: usize = 64;
+
+/// The name of workspaces in errors.
+const WHAT: &str = "a workspace";
 
 /// Size of an f32 output in bytes beyond which rows bypass the caches: reading lines only to overwrite them would cost
 /// more than reading the result from memory later.
@@ -38,7 +41,7 @@ pub(crate) fn with_workspace<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> 
 /// Like `with_workspace`, for data that several threads write and the caller reads at the end. It is separate from the
 /// workspace, because the caller needs both. Large ones are not kept.
 pub(crate) fn with_results<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
-    if len > KEPT_RESULTS { f(&mut vec![0.0; len]) } else { with_kept(&RESULTS, len, f) }
+    if len > KEPT_RESULTS { f(&mut stop::zeros(WHAT, len)) } else { with_kept(&RESULTS, len, f) }
 }
 
 fn with_kept<R>(kept: &'static LocalKey<RefCell<Vec<f32>>>, len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
@@ -52,7 +55,7 @@ fn with_kept<R>(kept: &'static LocalKey<RefCell<Vec<f32>>>, len: usize, f: impl 
         };
         let want = len + LINE / 4;
         if buffer.len() < want {
-            *buffer = vec![0.0; want];
+            *buffer = stop::zeros(WHAT, want);
         }
         let start = buffer.as_ptr().align_offset(LINE).min(LINE / 4);
         f(&mut buffer[start..start + len])
@@ -80,7 +83,7 @@ impl Kept {
             let found = spare.iter().position(|buffer| buffer.len() >= want);
             found.map(|i| spare.swap_remove(i))
         });
-        Kept { buffer: found.unwrap_or_else(|| vec![0.0; want]), len }
+        Kept { buffer: found.unwrap_or_else(|| stop::zeros(WHAT, want)), len }
     }
     fn start(&self) -> usize {
         self.buffer.as_ptr().align_offset(LINE).min(LINE / 4)

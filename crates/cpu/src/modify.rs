@@ -10,7 +10,7 @@ use crate::simd::{Ahead, STRIP_LANES, Square};
 use crate::step::Step;
 use crate::tiles::{Context, Lanes, MAX_LANES, Tile};
 use fulgurite_core::expr::{Coverage, Domain, Program, Var};
-use fulgurite_core::{Bound, DType, Problem};
+use fulgurite_core::{Bound, DType, Problem, stop};
 use std::ops::Range;
 use std::sync::{Mutex, OnceLock};
 
@@ -370,7 +370,8 @@ impl Context<'_> {
         if total > MOST_WORDS {
             return;
         }
-        let (mut words, mut hulls) = (vec![0; total], vec![Hull::default(); all_tiles]);
+        let mut words: Vec<u64> = stop::zeros("bits of the mask", total);
+        let mut hulls: Vec<Hull> = stop::zeros("bits of the mask", all_tiles);
         let mut slots: Vec<TileBits<'_>> = Vec::with_capacity(all_tiles);
         let (mut left, mut hulls_left) = (&mut words[..], hulls.iter_mut());
         for &sequence in &own {

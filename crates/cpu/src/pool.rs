@@ -6,10 +6,14 @@
 //! runs it.
 //!
 //! Several callers share the workers: a worker that has finished an item moves to a job with fewer workers.
+//!
+//! An item that unwinds ends its job: no further item is handed out, and items that wait for others call `stop::poll`,
+//! which then unwinds too.
 
+use fulgurite_core::stop;
 use std::any::Any;
 use std::cell::Cell;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -22,12 +26,17 @@ const SPIN: Duration = Duration::from_micros(200);
 /// How long workers beyond the number of cores sleep before they exit.
 const IDLE: Duration = Duration::from_secs(5);
 
+/// How often a caller who waits for the last workers looks whether the job should end early.
+const LOOK: Duration = Duration::from_millis(20);
+
 /// A job as workers see it. The caller keeps it alive until the last worker has left.
 struct Job {
     number: usize,
     work: *const (dyn Fn(usize) + Sync),
     next: *const AtomicUsize,
     items: usize,
+    /// Set when an item has unwound.
+    over: stop::Flag,
     /// Workers that may still join; `inside`: those that have.
     seats: usize,
     inside: usize,
@@ -41,7 +50,19 @@ impl Job {
     /// Whether a worker could take an item.
     fn is_open(&self) -> bool {
         // SAFETY: the job is in the list, so the caller's counter is alive.
-        self.seats > 0 && unsafe { &*self.next }.load(Ordering::Relaxed) < self.items
+        self.seats > 0 && !self.is_over() && unsafe { &*self.next }.load(Ordering::Relaxed) < self.items
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+    }
+
+    /// Ends the job, and keeps the more important one of two causes.
+    fn end(&mut self, cause: Box<dyn Any + Send>) {
+        self.over.store(true, Ordering::Relaxed);
+        if self.panic.as_ref().is_none_or(|known| stop::rank(&**known) < stop::rank(&*cause)) {
+            self.panic = Some(cause);
+        }
     }
 }
 
@@ -90,7 +111,10 @@ pub fn default_threads() -> usize {
 /// Runs `work(0)` to `work(items - 1)`, each once, on at most `threads` threads, and returns when all are done.
 pub fn run(threads: usize, items: usize, work: &(dyn Fn(usize) + Sync)) {
     if threads.min(items) <= 1 || IN_JOB.get() {
-        return (0..items).for_each(work);
+        return (0..items).for_each(|item| {
+            stop::poll();
+            work(item);
+        });
     }
     Pool::get().run(threads.min(items), items, work);
 }
@@ -143,7 +167,7 @@ impl Pool {
     }
 
     fn run(&'static self, threads: usize, items: usize, work: &(dyn Fn(usize) + Sync)) {
-        let next = AtomicUsize::new(0);
+        let (next, over) = (AtomicUsize::new(0), stop::Flag::default());
         // SAFETY: only the lifetime changes; `run` returns after the last worker has left the job.
         let work_static: *const (dyn Fn(usize) + Sync) = unsafe { std::mem::transmute(work) };
         let number = {
@@ -157,36 +181,42 @@ impl Pool {
             }
             state.count += 1;
             let number = state.count;
-            let (seats, inside, panic) = (threads - 1, 0, None);
-            state.jobs.push(Job { number, work: work_static, next: &next, items, seats, inside, panic });
+            let (seats, inside, panic, over) = (threads - 1, 0, None, over.clone());
+            state.jobs.push(Job { number, work: work_static, next: &next, items, over, seats, inside, panic });
             self.open.store(state.jobs.len(), Ordering::Relaxed);
             self.epoch.fetch_add(1, Ordering::Release);
             number
         };
         self.wake.notify_all();
-        let own = catch_unwind(AssertUnwindSafe(|| take_items(&next, items, work, || false)));
+        let own = catch_unwind(AssertUnwindSafe(|| take_items(&next, items, work, &over, || false)));
         let mut state = self.lock();
         state.job(number).seats = 0; // nobody joins any more
+        if let Err(cause) = own {
+            state.job(number).end(cause);
+        }
         let mut spins = 0;
         while state.job(number).inside > 0 {
             // A worker is usually only a fraction of an item away from the end.
             drop(state);
-            std::hint::spin_loop();
+            if spins < 2000 {
+                std::hint::spin_loop();
+            } else if !over.load(Ordering::Relaxed)
+                && let Err(cause) = catch_unwind(stop::poll)
+            {
+                self.lock().job(number).end(cause);
+            }
             spins += 1;
             state = self.lock();
             if spins > 2000 && state.job(number).inside > 0 {
-                state = self.left.wait(state).unwrap_or_else(|e| e.into_inner());
+                (state, _) = self.left.wait_timeout(state, LOOK).unwrap_or_else(|e| e.into_inner());
             }
         }
         let panic = state.job(number).panic.take();
         state.jobs.retain(|job| job.number != number);
         self.open.store(state.jobs.len(), Ordering::Relaxed);
         drop(state);
-        if let Err(cause) = own {
-            resume_unwind(cause);
-        }
         if let Some(cause) = panic {
-            resume_unwind(cause);
+            stop::resume(cause);
         }
     }
 
@@ -212,12 +242,12 @@ impl Pool {
                 }
             }
             let mut state = self.lock();
-            let (number, work, next, items) = loop {
+            let (number, work, next, items, over) = loop {
                 seen = self.epoch.load(Ordering::Acquire);
                 if let Some(job) = state.neediest() {
                     job.seats -= 1;
                     job.inside += 1;
-                    break (job.number, job.work, job.next, job.items);
+                    break (job.number, job.work, job.next, job.items, job.over.clone());
                 }
                 let (back, slept) = self.wake.wait_timeout(state, IDLE).unwrap_or_else(|e| e.into_inner());
                 state = back;
@@ -231,24 +261,30 @@ impl Pool {
                 // SAFETY: `inside` was raised under the lock while the job was in the list, so the caller of `run`
                 // waits for this worker to leave before `work` and `next` end.
                 let (next, work) = unsafe { (&*next, &*work) };
-                take_items(next, items, work, || self.is_missed(number));
+                take_items(next, items, work, &over, || self.is_missed(number));
             }));
             let mut state = self.lock();
             let job = state.job(number);
             job.inside -= 1;
+            if let Err(cause) = done {
+                job.end(cause);
+            }
             // Its seat is free again, unless the caller is about to leave.
             job.seats += usize::from(job.is_open());
-            if let Err(cause) = done {
-                job.panic.get_or_insert(cause);
-            }
             drop(state);
             self.left.notify_all();
         }
     }
 }
 
-/// Takes items until none are left, or until `leave` returns true.
-fn take_items(next: &AtomicUsize, items: usize, work: &(dyn Fn(usize) + Sync), leave: impl Fn() -> bool) {
+/// Takes items until none are left, the job is over, or `leave` returns true.
+fn take_items(
+    next: &AtomicUsize,
+    items: usize,
+    work: &(dyn Fn(usize) + Sync),
+    over: &stop::Flag,
+    leave: impl Fn() -> bool,
+) {
     let nested = IN_JOB.replace(true);
     // Restored even if `work` panics, so that the thread can serve later jobs.
     struct Restore(bool);
@@ -258,16 +294,19 @@ fn take_items(next: &AtomicUsize, items: usize, work: &(dyn Fn(usize) + Sync), l
         }
     }
     let _restore = Restore(nested);
-    loop {
-        let item = next.fetch_add(1, Ordering::Relaxed);
-        if item >= items {
-            return;
+    stop::in_job(over, || {
+        loop {
+            stop::poll();
+            let item = next.fetch_add(1, Ordering::Relaxed);
+            if item >= items {
+                return;
+            }
+            work(item);
+            if leave() {
+                return;
+            }
         }
-        work(item);
-        if leave() {
-            return;
-        }
-    }
+    });
 }
 
 #[cfg(test)]
@@ -311,6 +350,35 @@ mod tests {
         for _ in 0..3 {
             assert_eq!(threads_of(2, 1), 2);
         }
+    }
+
+    /// An item that waits for another one must not wait for ever when that one has panicked.
+    #[test]
+    fn a_panic_ends_items_that_wait() {
+        let caught = catch_unwind(|| {
+            run(2, 2, &|i| {
+                assert!(i == 0, "item 1");
+                loop {
+                    stop::poll();
+                }
+            })
+        });
+        assert_eq!(caught.unwrap_err().downcast_ref::<&str>(), Some(&"item 1"));
+    }
+
+    #[test]
+    fn a_wish_ends_all_items() {
+        for threads in [1, 2, 3] {
+            let done = AtomicU64::new(0);
+            let work = |_| {
+                done.fetch_add(1, Ordering::Relaxed);
+                std::thread::sleep(Duration::from_millis(5));
+            };
+            let ended = stop::catch(Some(|| true), || run(threads, 1 << 20, &work));
+            assert_eq!(ended, Err(stop::Stopped::Asked));
+            assert!(done.into_inner() < 10_000);
+        }
+        assert_eq!(threads_of(2, 1), 2);
     }
 
     /// The number of threads that take part in a job whose items wait for each other; `callers` run one such job each

@@ -13,7 +13,7 @@ use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use crate::{Counters, Options, pool, window};
 use fulgurite_core::skip::{HeadClass, SkipBound, TileCounts};
-use fulgurite_core::{BlockMask, Data, Outputs, Rescale, TensorView, bf16, f16};
+use fulgurite_core::{BlockMask, Data, Outputs, Rescale, TensorView, bf16, f16, stop};
 use std::cell::LazyCell;
 use std::ops::Range;
 use std::sync::Mutex;
@@ -307,6 +307,7 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
         let at = |t: &usize| t * cols / block;
         let mut spans = visits.chunk_by(|a, b| a > b && at(a) / span == at(b) / span).peekable();
         while let Some(visits) = spans.next() {
+            stop::poll();
             let head = item.head / cx.problem.group();
             if let Some([last, .., first] | [last @ first]) = spans.peek() {
                 let next_keys = at(first) * block..((at(last) + 1) * block).min(sequence.k_len);

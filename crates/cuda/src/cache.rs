@@ -60,7 +60,9 @@ impl Cache {
 
     /// The entry of a key, if its file is intact.
     pub fn read(&self, key: Hash128) -> Option<Entry> {
-        decode(key, &fs::read(self.path(key)).ok()?)
+        let path = self.path(key);
+        // A pipe under the name would be waited for without end.
+        fs::metadata(&path).is_ok_and(|about| about.is_file()).then(|| decode(key, &fs::read(&path).ok()?))?
     }
 
     /// Stores an entry, if the folder can be written.
@@ -223,6 +225,17 @@ mod tests {
         cache.write(one, &entry(1, 50));
         fs::rename(cache.path(one), cache.path(two)).unwrap();
         assert_eq!(cache.read(two), None);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_pipe_is_no_entry() {
+        let folder = Folder::new();
+        let cache = Cache::new(folder.0.clone());
+        fs::create_dir_all(&folder.0).unwrap();
+        let key = Hash128::EMPTY;
+        assert!(std::process::Command::new("mkfifo").arg(cache.path(key)).status().unwrap().success());
+        assert_eq!(cache.read(key), None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::choice::{ChoiceError, Settings};
 use crate::engine::{Engine, Run, Unsupported};
-use fulgurite_core::{Exp, GradientOutputs, Inputs, Outputs, Precision, Problem, Rescale, Saved};
+use fulgurite_core::{Exp, GradientOutputs, Inputs, Outputs, Precision, Problem, Rescale, Saved, stop};
 use fulgurite_cpu::{Isa, Options};
 
 /// Attention on the CPU: SIMD kernels of one instruction set, with any number of threads.
@@ -106,7 +106,8 @@ impl Engine for Cpu {
     ) -> Result<(), Error> {
         self.supports(problem)?;
         outputs.check(problem)?;
-        let counters = fulgurite_cpu::forward_inputs(problem, inputs, outputs, &self.options())?;
+        let options = self.options();
+        let counters = stop::catch_memory(|| fulgurite_cpu::forward_inputs(problem, inputs, outputs, &options))??;
         if let Some(tally) = run.tally {
             tally.add(counters);
         }
@@ -133,8 +134,7 @@ impl Engine for Cpu {
         let bound = inputs.bind(problem)?;
         saved.check(problem)?;
         gradients.check(problem)?;
-        fulgurite_cpu::backward(&bound, saved, gradients, &self.options());
-        Ok(())
+        Ok(stop::catch_memory(|| fulgurite_cpu::backward(&bound, saved, gradients, &self.options()))?)
     }
 }
 

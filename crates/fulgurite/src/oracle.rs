@@ -2,8 +2,8 @@
 
 use crate::Error;
 use crate::engine::{Engine, Run, Unsupported};
-use fulgurite_core::oracle;
 use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Saved};
+use fulgurite_core::{oracle, stop};
 
 /// The f64 definition of attention as an engine: exact, simple and slow.
 ///
@@ -39,7 +39,7 @@ impl Engine for Oracle {
     ) -> Result<(), Error> {
         let bound = inputs.bind(problem)?;
         outputs.check(problem)?;
-        let answer = oracle::forward(&bound);
+        let answer = stop::catch_memory(|| oracle::forward(&bound))?;
         outputs.o.write_f64(&answer.o);
         outputs.lse.write_f64(&answer.lse);
         Ok(())
@@ -56,7 +56,7 @@ impl Engine for Oracle {
         let bound = inputs.bind(problem)?;
         saved.check(problem)?;
         gradients.check(problem)?;
-        let answer = oracle::backward(&bound, &saved.d_o, saved.d_lse.as_ref());
+        let answer = stop::catch_memory(|| oracle::backward(&bound, &saved.d_o, saved.d_lse.as_ref()))?;
         gradients.d_q.write_f64(&answer.d_q);
         gradients.d_k.write_f64(&answer.d_k);
         gradients.d_v.write_f64(&answer.d_v);

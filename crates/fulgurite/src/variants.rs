@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::view::AsView;
 use fulgurite_core::gated_delta::GatedDeltaBuilder;
 use fulgurite_core::lighthouse::TILE;
-use fulgurite_core::{Gradients, Saved, TensorView};
+use fulgurite_core::{Gradients, Saved, TensorView, stop};
 
 pub use fulgurite_core::gated_delta::{
     DeltaForward, DeltaGradientOutputs, DeltaGradients, DeltaInputs, DeltaOutputs, DeltaSaved, GatedDelta, QkNorm,
@@ -66,7 +66,8 @@ impl Attention<'_> {
         let problem = SkipProblem::new(self.description()?, skip.clone())?;
         let mut forward = fulgurite_core::Forward::zeros(problem.base())?;
         let inputs = self.inputs()?;
-        let outcome = fulgurite_cpu::skip_forward(&problem.bind(&inputs)?, &mut forward.outputs(), &engine.options());
+        let (bound, options) = (problem.bind(&inputs)?, engine.options());
+        let outcome = stop::catch_memory(|| fulgurite_cpu::skip_forward(&bound, &mut forward.outputs(), &options))?;
         Ok(Skipped { forward, outcome })
     }
 
@@ -95,7 +96,9 @@ impl Attention<'_> {
         let inputs = self.inputs()?;
         let mut forward = ParallaxForward::zeros(&problem)?;
         let bound = problem.bind(&inputs, r.as_view()?)?;
-        fulgurite_cpu::parallax_forward(&bound, &mut forward.outputs(), &engine.options());
+        stop::catch_memory(|| {
+            fulgurite_cpu::parallax_forward(&bound, &mut forward.outputs(), &engine.options());
+        })?;
         Ok(forward)
     }
 
@@ -114,7 +117,9 @@ impl Attention<'_> {
         let (mean, shape) = (forward.mean.view(), problem.problem().lse_shape());
         fulgurite_core::inputs::check_like("mean", &mean, &shape, fulgurite_core::DType::F32)?;
         let mut gradients = ParallaxGradients::zeros(&problem)?;
-        fulgurite_cpu::parallax_backward(&bound, forward, d_o, &mut gradients, &engine.options());
+        stop::catch_memory(|| {
+            fulgurite_cpu::parallax_backward(&bound, forward, d_o, &mut gradients, &engine.options());
+        })?;
         Ok(gradients)
     }
 }
@@ -228,13 +233,15 @@ impl LighthouseCall<'_> {
     pub fn forward(&self) -> Result<LighthouseForward, Error> {
         let engine = cpu(self.choice, &self.settings, "lighthouse")?;
         let [q, k, v] = self.views.as_ref().map_err(Clone::clone)?;
-        Ok(fulgurite_cpu::lighthouse_forward(&self.problem()?, q, k, v, &engine.options())?)
+        let (problem, options) = (self.problem()?, engine.options());
+        Ok(stop::catch_memory(|| fulgurite_cpu::lighthouse_forward(&problem, q, k, v, &options))??)
     }
 
     /// Computes the gradients, using the selection of `forward`.
     pub fn backward(&self, forward: &LighthouseForward, d_o: &TensorView<'_>) -> Result<LighthouseGradients, Error> {
         let engine = cpu(self.choice, &self.settings, "lighthouse")?;
-        Ok(fulgurite_cpu::lighthouse_backward(&self.problem()?, forward, d_o, &engine.options())?)
+        let (problem, options) = (self.problem()?, engine.options());
+        Ok(stop::catch_memory(|| fulgurite_cpu::lighthouse_backward(&problem, forward, d_o, &options))??)
     }
 }
 
@@ -411,7 +418,8 @@ impl<'a> GatedDeltaCall<'a> {
         self.with_gates(|inputs| {
             let bound = inputs.bind(&problem)?;
             outputs.check(&problem)?;
-            Ok(fulgurite_cpu::gated_delta_forward(&bound, outputs, self.form, self.segments, &engine.options()))
+            let (form, segments, options) = (self.form, self.segments, engine.options());
+            Ok(stop::catch_memory(|| fulgurite_cpu::gated_delta_forward(&bound, outputs, form, segments, &options))?)
         })
     }
 
@@ -434,8 +442,8 @@ impl<'a> GatedDeltaCall<'a> {
             let bound = inputs.bind(&problem)?;
             saved.check(&problem)?;
             gradients.check(&problem)?;
-            fulgurite_cpu::gated_delta_backward(&bound, saved, gradients, &engine.options());
-            Ok(())
+            let options = engine.options();
+            Ok(stop::catch_memory(|| fulgurite_cpu::gated_delta_backward(&bound, saved, gradients, &options))?)
         })?;
         let (gates, inputs) = (self.gates.as_ref().map_err(Clone::clone)?, self.inputs()?);
         gates.backward([&inputs.g, &inputs.beta], &mut gradients.d_g, &mut gradients.d_beta)

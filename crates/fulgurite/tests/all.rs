@@ -5,6 +5,8 @@ mod cycles;
 mod decode;
 mod explain;
 mod modified;
+mod nonfinite;
+mod refusals;
 mod repack;
 mod session;
 mod sim;

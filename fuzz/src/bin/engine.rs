@@ -1,29 +1,49 @@
-//! The CPU engines against the oracle, on every instruction set this machine has: mixtures of shapes and features, half of
-//! them with NaN and infinities planted in what some row is denied. Results are within the tolerance, NaN and infinities
-//! where the oracle has them, and nothing panics.
+//! The CPU engines against the oracle, on an instruction set of this machine: shapes, masks and expressions out of the
+//! bytes, or the mixtures of the table by seed; NaN and infinities in what some row does not see. Results are within the
+//! tolerance, NaN and infinities where the oracle has them, and nothing panics.
 
 #![no_main]
 
+use arbitrary::{Result, Unstructured};
+use fulgurite_core::cases::Case;
 use fulgurite_core::compare::{check_backward, check_forward};
-use fulgurite_core::{DType, Forward, Gradients, Saved, cases};
+use fulgurite_core::{Bound, DType, Forward, Gradients, Saved, TensorView, cases};
 use fulgurite_cpu::{Isa, Options, backward, forward};
+use fulgurite_fuzz::tame;
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|drawn: (u64, u8, bool)| {
-    let (seed, dtype, nonfinite) = drawn;
-    let dtype = DType::FLOATS[usize::from(dtype) % DType::FLOATS.len()];
-    let case = if nonfinite { cases::random_nonfinite(seed, dtype) } else { cases::random(seed, dtype) };
-    let bound = case.bound();
-    for isa in Isa::available() {
-        let options = Options { isa: Some(isa), threads: Some(1), ..Options::default() };
-        let mut result = Forward::zeros(case.problem()).expect("cases are small");
-        forward(&bound, &mut result.outputs(), &options);
-        let saved = Saved { d_lse: case.d_lse(), ..result.saved(case.d_o()) };
-        let mut gradients = Gradients::zeros(case.problem()).expect("cases are small");
-        backward(&bound, &saved, &mut gradients.outputs(), &options);
-        let verdicts = check_forward(&bound, &result, 1).into_iter().chain(check_backward(&bound, &saved, &gradients, 1));
-        for (name, verdict) in verdicts {
-            assert!(verdict.ok(), "{case} on {isa:?}: {name}: {verdict}");
-        }
-    }
+fuzz_target!(|bytes: &[u8]| {
+    // Running out of bytes is the only way to fail.
+    let _ = run(&mut Unstructured::new(bytes));
 });
+
+fn run(u: &mut Unstructured<'_>) -> Result<()> {
+    let isa = *u.choose(&Isa::available())?;
+    if u.ratio(31, 32)? {
+        let Some(call) = tame::call(u)? else { return Ok(()) };
+        let inputs = call.inputs();
+        let bound = inputs.bind(&call.problem).expect("the tensors of the problem");
+        compare(isa, &bound, call.d_o().view(), None, &format!("{:?}", call.problem));
+        return Ok(());
+    }
+    let (seed, dtype): (u32, _) = (u.arbitrary()?, *u.choose(&DType::FLOATS)?);
+    let drawn: fn(u64, DType) -> Case =
+        if u.arbitrary()? { cases::random_nonfinite_short } else { cases::random_short };
+    let case = drawn(u64::from(seed), dtype);
+    compare(isa, &case.bound(), case.d_o(), case.d_lse(), &case.to_string());
+    Ok(())
+}
+
+fn compare(isa: Isa, bound: &Bound<'_>, d_o: TensorView<'_>, d_lse: Option<TensorView<'_>>, name: &str) {
+    let options = Options { isa: Some(isa), threads: Some(1), ..Options::default() };
+    let mut result = Forward::zeros(bound.problem()).expect("cases are small");
+    forward(bound, &mut result.outputs(), &options);
+    let saved = Saved { d_lse, ..result.saved(d_o) };
+    let mut gradients = Gradients::zeros(bound.problem()).expect("cases are small");
+    backward(bound, &saved, &mut gradients.outputs(), &options);
+    let verdicts = check_forward(bound, &result, 1).into_iter().chain(check_backward(bound, &saved, &gradients, 1));
+    for (tensor, verdict) in verdicts {
+        let is_right = verdict.ok() || verdict.is_rounding_of_zero();
+        assert!(is_right, "{name} on {isa:?}: {tensor}: {verdict}");
+    }
+}

@@ -3,10 +3,17 @@
 #![no_main]
 
 use fulgurite_cli::io::{Stored, safetensors};
+use fulgurite_fuzz::limit::{Limited, with_at_most};
 use libfuzzer_sys::fuzz_target;
 
+#[global_allocator]
+static ALLOCATOR: Limited = Limited;
+
+/// No file of the fuzzer's size is a reason to ask for more.
+const MOST_BYTES: usize = 1 << 20;
+
 fuzz_target!(|bytes: &[u8]| {
-    let tensors = match safetensors::decode(bytes) {
+    let tensors = match with_at_most(MOST_BYTES, || safetensors::decode(bytes)) {
         Ok(tensors) => tensors,
         Err(refused) => return assert!(!refused.is_empty()),
     };

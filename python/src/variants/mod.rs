@@ -15,6 +15,7 @@ pub use skip::SkipCounts;
 use crate::array::{Array, Claims, Element, Fresh, fresh, refuse, wrong};
 use crate::check::Judged;
 use crate::dispatch::{on_host, one_place};
+use crate::gil::detach;
 use fulgurite::variants::cpu;
 use fulgurite::{Choice, Settings, Tensor, TensorViewMut};
 use fulgurite_core::compare::Verdict;
@@ -193,7 +194,7 @@ impl Variant {
     fn forward(&self, py: Python<'_>, tensors: Objects<'_>) -> PyResult<Vec<Py<PyAny>>> {
         let arrays = self.read(&tensors)?;
         let (made, outputs) = allocate(&tensors[0], &arrays[0], &self.0.outputs(&arrays)?)?;
-        py.detach(|| self.0.forward(&arrays, &outputs))?;
+        detach(py, || self.0.forward(&arrays, &outputs))??;
         finish(py, made)
     }
 
@@ -201,7 +202,7 @@ impl Variant {
     fn counted(&self, py: Python<'_>, tensors: Objects<'_>) -> PyResult<(Vec<Py<PyAny>>, SkipCounts)> {
         let arrays = self.read(&tensors)?;
         let (made, outputs) = allocate(&tensors[0], &arrays[0], &self.0.outputs(&arrays)?)?;
-        let counts = py.detach(|| self.0.counts(&arrays, &outputs))?;
+        let counts = detach(py, || self.0.counts(&arrays, &outputs))??;
         Ok((finish(py, made)?, counts))
     }
 
@@ -217,7 +218,7 @@ impl Variant {
         let arrays = self.read(&tensors)?;
         let (outputs, d_outputs) = (all("output", &outputs)?, optional(&d_outputs)?);
         let (made, gradients) = allocate(&tensors[0], &arrays[0], &self.0.gradients(&arrays)?)?;
-        py.detach(|| self.0.backward(&arrays, &outputs, &d_outputs, &gradients))?;
+        detach(py, || self.0.backward(&arrays, &outputs, &d_outputs, &gradients))??;
         finish(py, made)
     }
 
@@ -237,7 +238,7 @@ impl Variant {
             _ => None,
         };
         let given = given.as_ref().map(|(d_outputs, gradients)| (&d_outputs[..], &gradients[..]));
-        let verdicts = py.detach(|| self.0.judge(&arrays, &outputs, given))?;
+        let verdicts = detach(py, || self.0.judge(&arrays, &outputs, given))??;
         Ok(verdicts.into_iter().map(Judged::from).collect())
     }
 
@@ -245,10 +246,10 @@ impl Variant {
     fn time(&self, py: Python<'_>, tensors: Objects<'_>, times: usize) -> PyResult<f64> {
         let arrays = self.read(&tensors)?;
         let (_made, outputs) = allocate(&tensors[0], &arrays[0], &self.0.outputs(&arrays)?)?;
-        py.detach(|| {
+        detach(py, || {
             let start = std::time::Instant::now();
             (0..times).try_for_each(|_| self.0.forward(&arrays, &outputs))?;
             Ok(start.elapsed().as_secs_f64())
-        })
+        })?
     }
 }

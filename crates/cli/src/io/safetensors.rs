@@ -46,6 +46,9 @@ pub fn rows_in(path: &Path, name: &str) -> Result<(u64, [usize; 2]), String> {
     if length > MAX_HEADER_BYTES {
         return Err(format!("its header has {length} bytes, allowed: {MAX_HEADER_BYTES}; write it again"));
     }
+    if file.metadata().map_err(|e| reason(&e))?.len() < length {
+        return Err("not a whole safetensors file; write it again, it may be cut off".into());
+    }
     let mut header = vec![0u8; length as usize];
     file.read_exact(&mut header).map_err(cut)?;
     let header: BTreeMap<String, serde_json::Value> =

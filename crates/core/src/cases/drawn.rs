@@ -14,16 +14,57 @@ use crate::random::Rng;
 /// single sample of straightforward code that sets the allowance happens to be close to the truth there.
 pub const SEEDS: &[u64] = &[386_055, 500_939];
 
+/// The sizes that a mixture draws from.
+struct Sizes {
+    dims: &'static [usize],
+    groups: &'static [usize],
+    /// One more than the longest sequence, by the seed's last bits.
+    ends: [usize; 8],
+}
+
+const USUAL: Sizes =
+    Sizes { dims: &[1, 7, 8, 16, 40, 64, 72, 80, 96, 128, 192, 256], groups: &[1, 1, 2, 3, 5, 8], ends: [301; 8] };
+
+/// A hundredth of the work: one case in eight still fills more than a tile of queries and a block of keys.
+const SHORT: Sizes = Sizes { dims: &[1, 7, 8, 16, 24], groups: &[1, 1, 2, 3], ends: [181, 49, 33, 49, 33, 49, 33, 49] };
+
 /// A random mixture of shapes and features, determined by `seed`.
 pub fn random(seed: u64, dtype: DType) -> Case {
     let rng = &mut Rng::new(seed);
-    mixture(seed, dtype, rng).build(rng)
+    mixture(seed, dtype, &USUAL, rng).build(rng)
+}
+
+/// Like [`random`], with short sequences and narrow heads: for tens of thousands of them.
+///
+/// ```
+/// use fulgurite_core::{DType, cases};
+/// let case = cases::random_short(7, DType::F32);
+/// assert!(case.problem().max_q_len() <= 180 && case.problem().head_dim() <= 24);
+/// ```
+pub fn random_short(seed: u64, dtype: DType) -> Case {
+    let rng = &mut Rng::new(seed);
+    mixture(seed, dtype, &SHORT, rng).build(rng)
 }
 
 /// A random mixture with NaN and infinities in rows that are partly hidden, or in rows of q.
 pub fn random_nonfinite(seed: u64, dtype: DType) -> Case {
+    nonfinite(seed, dtype, &USUAL)
+}
+
+/// Like [`random_nonfinite`], with short sequences and narrow heads: for tens of thousands of them.
+///
+/// ```
+/// use fulgurite_core::{DType, cases};
+/// let planted = (0..20).filter(|&seed| cases::random_nonfinite_short(seed, DType::F32).is_nonfinite()).count();
+/// assert!(planted > 10, "{planted}");
+/// ```
+pub fn random_nonfinite_short(seed: u64, dtype: DType) -> Case {
+    nonfinite(seed, dtype, &SHORT)
+}
+
+fn nonfinite(seed: u64, dtype: DType, sizes: &Sizes) -> Case {
     let rng = &mut Rng::new(seed);
-    let mut recipe = mixture(seed, dtype, rng);
+    let mut recipe = mixture(seed, dtype, sizes, rng);
     let choice = rng.range(0..5);
     let (poison, feature) = match Operand::ALL.get(choice) {
         Some(&operand) => (Poison::Denied(operand), "hidden_nonfinite"),
@@ -34,14 +75,14 @@ pub fn random_nonfinite(seed: u64, dtype: DType) -> Case {
     recipe.poison(poison).build(rng)
 }
 
-fn mixture(seed: u64, dtype: DType, rng: &mut Rng) -> Recipe {
+fn mixture(seed: u64, dtype: DType, sizes: &Sizes, rng: &mut Rng) -> Recipe {
     let mut features = Vec::new();
-    let dims = [1, 7, 8, 16, 40, 64, 72, 80, 96, 128, 192, 256];
-    let (kv_heads, group) = (rng.range(1..3), rng.pick(&[1, 1, 2, 3, 5, 8]));
+    let (kv_heads, group) = (rng.range(1..3), rng.pick(sizes.groups));
     let heads = kv_heads * group;
-    let head_dim = rng.pick(&dims);
-    let value_dim = if rng.chance(0.2) { rng.pick(&dims) } else { head_dim };
-    let length = |rng: &mut Rng| if rng.chance(0.2) { rng.range(1..9) } else { rng.range(1..301) };
+    let head_dim = rng.pick(sizes.dims);
+    let value_dim = if rng.chance(0.2) { rng.pick(sizes.dims) } else { head_dim };
+    let end = sizes.ends[(seed % 8) as usize];
+    let length = |rng: &mut Rng| if rng.chance(0.2) { rng.range(1..9) } else { rng.range(1..end) };
     let batch = rng.range(1..4);
     let mut builder = Problem::builder().heads(heads, kv_heads).head_dims(head_dim, value_dim).dtype(dtype);
     if group > 1 {

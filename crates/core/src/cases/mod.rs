@@ -15,7 +15,7 @@ use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorView};
 use std::fmt;
 
-pub use drawn::{SEEDS, random, random_nonfinite};
+pub use drawn::{SEEDS, random, random_nonfinite, random_nonfinite_short, random_short};
 pub use table::{FEATURES, NONFINITE, cases};
 
 /// A tensor with the strides under which it is passed.
@@ -103,6 +103,13 @@ impl Case {
     /// The gradient of the LSE, if the case has one.
     pub fn d_lse(&self) -> Option<TensorView<'_>> {
         self.d_lse.as_ref().map(Tensor::view)
+    }
+
+    /// Whether q, k, v or d_o hold a NaN or an infinity anywhere.
+    pub fn is_nonfinite(&self) -> bool {
+        [self.q.view(), self.k.view(), self.v.view(), self.d_o()]
+            .iter()
+            .any(|view| view.to_f64().iter().any(|x| !x.is_finite()))
     }
 
     /// The type of q, k and v.

@@ -8,6 +8,7 @@ mod footprint;
 mod layout;
 
 use crate::dtype::{DType, Element};
+use crate::stop;
 use half::{bf16, f16};
 use layout::{for_each_offset, layout, no_overlap};
 use std::any::Any;
@@ -304,6 +305,7 @@ impl<'a> TensorView<'a> {
 
     /// All elements in row-major order, as f64.
     pub fn to_f64(&self) -> Vec<f64> {
+        stop::ask("a copy in f64", self.shape.count().saturating_mul(size_of::<f64>()));
         let mut out = Vec::with_capacity(self.shape.count());
         for_each_offset(&self.shape, &self.strides, |offset| out.push(self.at(offset)));
         out
@@ -312,6 +314,7 @@ impl<'a> TensorView<'a> {
     /// A contiguous copy.
     pub fn to_tensor(&self) -> Tensor {
         fn gather<T: Copy>(from: &[T], shape: &Dims, strides: &Dims) -> Vec<T> {
+            stop::ask("a copy", shape.count().saturating_mul(size_of::<T>()));
             let mut out = Vec::with_capacity(shape.count());
             for_each_offset(shape, strides, |offset| out.push(from[offset]));
             out

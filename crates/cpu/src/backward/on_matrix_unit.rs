@@ -14,7 +14,7 @@ use crate::simd::{
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, source};
-use fulgurite_core::{DType, TensorView, bf16};
+use fulgurite_core::{DType, TensorView, bf16, stop};
 use std::ops::Range;
 
 /// The matrix unit, if it handles a problem's gradients.
@@ -169,6 +169,7 @@ impl CallData<'_> {
             };
             let _held = unit.hold();
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
+                stop::poll();
                 let stats = self.tile_stats(tile);
                 if !cx.sees_any(tile, &stats.lanes, keys.clone(), BLOCK) {
                     continue;

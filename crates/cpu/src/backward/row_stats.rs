@@ -6,7 +6,7 @@ use crate::pool;
 use crate::simd::ExpKind;
 use crate::tiles::{Context, MAX_LANES};
 use fulgurite_core::oracle::sink_share;
-use fulgurite_core::{Saved, Sequence};
+use fulgurite_core::{Saved, Sequence, stop};
 
 /// The index of each (sequence, head, query).
 pub(super) struct RowTable {
@@ -45,7 +45,7 @@ const FAR: f32 = 65536.0;
 
 impl Stats {
     pub fn new(cx: &Context<'_>, saved: &Saved<'_>, table: &RowTable, threads: usize) -> Self {
-        let [lse, delta, max] = [(); 3].map(|_| vec![0.0; table.len]);
+        let [lse, delta, max] = [(); 3].map(|_| stop::zeros("numbers of rows", table.len));
         let mut stats = Stats { lse, delta, max, inverse: Vec::new() };
         stats.fill(cx, saved, table, threads);
         stats.normalise(cx, table, threads);
@@ -59,7 +59,8 @@ impl Stats {
         if relative || !self.lse.iter().any(|&lse| far(lse)) {
             return;
         }
-        self.inverse = vec![1.0; self.lse.len()];
+        self.inverse = stop::zeros("numbers of rows", self.lse.len());
+        self.inverse.fill(1.0);
         let (lse, inverse) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.inverse));
         crate::forward::sums(cx, threads, &|tile, lane, [m, l]| {
             let (q, head) = cx.query_and_head(tile, lane);

@@ -11,7 +11,7 @@ use crate::simd::packed::{Packed, QUERIES, Running};
 use crate::{Options, pool};
 use fulgurite_core::format::{Granularity, Int8};
 use fulgurite_core::precision::{CACHE_PART, INT8_LARGEST};
-use fulgurite_core::{DType, Tensor, TensorView};
+use fulgurite_core::{DType, Tensor, TensorView, stop};
 use std::ops::Range;
 
 /// Tiles per part: parts are computed separately and merged in order.
@@ -52,12 +52,13 @@ pub(super) fn attend(
         // The last row sees all tokens.
         Query { codes, planes, scale: coded.scales()[at] * scale, seen: len - (rows - 1 - row) }
     };
-    let (mut o, mut lse) = (vec![0.0f32; rows * q_heads * value_dim], vec![0.0f32; q_heads * rows]);
+    let [mut o, mut lse] =
+        [rows * q_heads * value_dim, q_heads * rows].map(|n| -> Vec<f32> { stop::zeros("a result", n) });
     let parts = len.div_ceil(PART * TILE);
     let width = sides.iter().map(|[_, v]| v.panel.width()).max().unwrap_or(0);
     let record = 2 + width;
     let packed = Packed::new(options.isa);
-    let mut partial = vec![0.0f32; parts * q_heads * rows.min(ROWS) * record];
+    let mut partial: Vec<f32> = stop::zeros("results of parts", parts * q_heads * rows.min(ROWS) * record);
     for first in (0..rows).step_by(ROWS) {
         let n = ROWS.min(rows - first);
         // By head: its rows, and the query heads of each.

@@ -17,6 +17,7 @@ use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, Matrix, MatrixMut, Stage, Sum};
 use fulgurite_core::gated_delta::{DeltaGradientOutputs, DeltaSaved, QkNorm, Tokens};
+use fulgurite_core::stop;
 
 const SQUARE: usize = CHUNK * CHUNK;
 /// Largest key dimension for which dS goes back token by token.
@@ -99,9 +100,9 @@ impl<'w> Workspace<'w> {
 fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, out: &Out<'_>) {
     let chunks = s.len.div_ceil(CHUNK);
     let (size, rows) = (cx.state_len(), chunks * CHUNK * cx.kp);
-    let mut states = vec![0.0f32; chunks * size];
+    let mut states: Vec<f32> = stop::zeros("states of chunks", chunks * size);
     // Sums over the value heads that share the key head.
-    let (mut d_q, mut d_k) = (vec![0.0f32; rows], vec![0.0f32; rows]);
+    let [mut d_q, mut d_k] = [(); 2].map(|_| -> Vec<f32> { stop::zeros("gradients in f32", rows) });
     let workspace_elems: usize = Workspace::sizes(cx).into_iter().map(Arena::room).sum();
     let room = Shared::room(cx) + ChunkData::room(cx, cx.vp) + 2 * Arena::room(size) + workspace_elems;
     let mut inverse_norms: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
@@ -117,6 +118,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
             let at = ValueHead { sequence: s, head };
             cx.load_state(s.number, head, cx.bound.initial_state(), state, cx.vs);
             for (chunk, kept) in states.chunks_exact_mut(size).enumerate() {
+                stop::poll();
                 kept.copy_from_slice(state);
                 work.ahead = Ahead::paced(PACE);
                 cx.prefetch(&mut work.ahead, &at, (chunk + 1) * CHUNK, Need::State, true);
@@ -125,6 +127,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
             }
             cx.load_state(s.number, head, saved.d_final_state.as_ref(), d_state, cx.vs);
             for chunk in (0..chunks).rev() {
+                stop::poll();
                 let first = chunk * CHUNK;
                 shared.load(cx, s, key_head, first, Need::Outputs, &mut work.ahead);
                 let kept = &mut states[chunk * size..(chunk + 1) * size];

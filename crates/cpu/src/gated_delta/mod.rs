@@ -18,7 +18,7 @@ use chunk::CHUNK;
 use fulgurite_core::gated_delta::{
     DeltaBound, DeltaGradientOutputs, DeltaOutputs, DeltaSaved, GatedDelta, L2_EPS, QkNorm, Tokens,
 };
-use fulgurite_core::{RowLayout, TensorView};
+use fulgurite_core::{RowLayout, TensorView, stop};
 use pass::Pass;
 use segments::{Segment, Segmentation};
 
@@ -310,6 +310,7 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Segmentation, starts: &[f32], 
             }
         }
         for chunk in item.segment.chunks.clone() {
+            stop::poll();
             let first = chunk * CHUNK;
             let mut loaded = None;
             for (state, head) in states.iter_mut().zip(item.heads.clone()) {

@@ -4,6 +4,7 @@ use super::{Context, Out, ValueHead};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
 use crate::simd::{Stage, Token};
+use fulgurite_core::stop;
 
 pub(super) fn run(cx: &Context<'_>, out: &Out<'_>, threads: usize) {
     let heads = cx.problem.value_heads();
@@ -17,6 +18,7 @@ pub(super) fn run(cx: &Context<'_>, out: &Out<'_>, threads: usize) {
             cx.load_state(at.sequence.number, at.head, cx.bound.initial_state(), s, cx.vp);
             let v_rows = cx.bound.row_layout(cx.bound.v().strides(), at.sequence);
             for t in 0..at.sequence.len {
+                stop::poll();
                 cx.load_keys(cx.bound.q(), at.sequence, at.head / cx.problem.group(), t, q);
                 cx.load_keys(cx.bound.k(), at.sequence, at.head / cx.problem.group(), t, k);
                 cx.load_values(cx.bound.v(), &v_rows, &at, t, v, cx.vp);

@@ -13,6 +13,7 @@ use crate::pool;
 use crate::simd::{Ahead, Matrix, MatrixKernels, MatrixMut, Sum};
 use fulgurite_core::DType;
 use fulgurite_core::gated_delta::Tokens;
+use fulgurite_core::stop;
 use std::ops::Range;
 
 /// With more value heads there is work for every thread without splitting.
@@ -108,7 +109,7 @@ pub(super) fn starts(cx: &Context<'_>, plans: &[Segmentation], threads: usize) -
     let (heads, size) = (cx.problem.value_heads(), cx.state_len());
     let mut all = Vec::with_capacity(plans.len());
     for (plan, s) in plans.iter().zip(cx.bound.sequences()) {
-        let mut states = vec![0.0f32; plan.ways.len() * size];
+        let mut states: Vec<f32> = stop::zeros("states of segments", plan.ways.len() * size);
         // Maps, for the segments that need one.
         let mut places = Vec::with_capacity(plan.ways.len());
         let mut room = 0;
@@ -116,7 +117,7 @@ pub(super) fn starts(cx: &Context<'_>, plans: &[Segmentation], threads: usize) -
             places.push(room);
             room += if *way == Way::Exact { cx.kp * cx.kp } else { 0 };
         }
-        let mut maps = vec![0.0f32; room];
+        let mut maps: Vec<f32> = stop::zeros("maps of segments", room);
         {
             let (states, maps) = (SharedRows::over(&mut states), SharedRows::over(&mut maps));
             pool::run(threads, plan.ways.len(), &|i| {
@@ -162,6 +163,7 @@ fn end_of(cx: &Context<'_>, at: &ValueHead<'_>, segment: &Segment, way: Way, sta
             Way::Whole | Way::Exact => segment.chunks.clone(),
         };
         for chunk in chunks {
+            stop::poll();
             *pass.ahead() = Ahead::paced(PACE);
             cx.prefetch(pass.ahead(), at, (chunk + 1) * CHUNK, Need::State, true);
             pass.load(cx, at.sequence, at.head / cx.problem.group(), chunk * CHUNK, false);

@@ -13,7 +13,7 @@ use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Tile};
 use crate::unit::{Products, Unit, Vectors};
 use fulgurite_core::parallax::{ParallaxForward, ParallaxGradients};
-use fulgurite_core::{Tensor, TensorView};
+use fulgurite_core::{Tensor, TensorView, stop};
 
 /// Keys per block.
 const BLOCK: usize = 128;
@@ -132,6 +132,7 @@ impl CallData<'_> {
             let v = cx.keys(cx.bound.v(), sequence, kv_head, 0..n, [cx.dv, cx.dv_pad], v);
             let mut keys = KeySums { k, v, n, d_k, d_v };
             for tile in cx.tiles(number, kv_head) {
+                stop::poll();
                 let lanes = cx.lanes(&tile);
                 let stats = self.load(&tile, lanes.stride, &mut workspace);
                 let weights = self.weigh(&tile, &lanes, &stats, &keys, &mut workspace);

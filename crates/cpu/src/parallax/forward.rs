@@ -13,7 +13,7 @@ use crate::simd::{Ahead, DEPTH, GROUP, LaneProbe, MatrixKernels, Panels, Policy,
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
-use fulgurite_core::{DType, Rescale};
+use fulgurite_core::{DType, Rescale, stop};
 
 pub(super) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &RunOptions, probe: &Probe<'_>) {
     let items = items(cx, sequences, plan.threads);
@@ -159,6 +159,7 @@ impl<'a> Walk<'a> {
         let pipelined = pipelined && stride == cx.kernels.tile;
         let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(self.blocks));
         for (i, &[k, v]) in keys.iter().enumerate() {
+            stop::poll();
             let start = i * self.block;
             let settles = pipelined && start >= seen_from && v.finite;
             for (n, piece) in cx.pieces(&queries.tile, start..(start + self.block).min(k_len)).enumerate() {
