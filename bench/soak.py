@@ -1,4 +1,4 @@
-"""Threads that trace callables and call, for minutes: every result has the bits that it has alone, and memory does not grow.
+"""Threads that trace callables and call, for minutes: results have the bits that they have alone, memory does not grow.
 
     python bench/soak.py [--minutes 10] [--threads 8] [--seed 0]
 """
@@ -66,7 +66,8 @@ def blocks(rng):
 
     def run():
         mask = fulgurite.create_block_mask(lambda b, h, i, j: (j <= i) & (i - j < n), None, None, 200, 200)
-        return [fulgurite.flex_attention(*(x.transpose(0, 2, 1, 3) for x in (q, k, v)), block_mask=mask, enable_gqa=True)]
+        rows = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
+        return [fulgurite.flex_attention(*rows, block_mask=mask, enable_gqa=True)]
 
     return run
 
@@ -142,14 +143,16 @@ def main():
     while (passed := time.monotonic() - begin) < 60 * args.minutes and len(wrong) < 20:
         gc.collect()
         sizes.append((passed, resident()))
-        print(f"{passed:5.0f} s  {sum(counts):8d} calls  {len(wrong)} wrong  RSS {sizes[-1][1] / 2**20:.1f} MiB", flush=True)
+        mib = sizes[-1][1] / 2**20
+        print(f"{passed:5.0f} s  {sum(counts):8d} calls  {len(wrong)} wrong  RSS {mib:.1f} MiB", flush=True)
         time.sleep(min(30, 6 * args.minutes))
     stop.set()
     for thread in threads:
         thread.join()
     late = [size for passed, size in sizes if passed >= 12 * args.minutes]
     growth = max(late, default=0) - min(late, default=0)
-    print(f"{sum(counts)} calls in {args.threads} threads, {len(wrong)} wrong, memory within {growth / 2**20:.1f} MiB after a fifth of the time")
+    told = f"memory within {growth / 2**20:.1f} MiB after a fifth of the time"
+    print(f"{sum(counts)} calls in {args.threads} threads, {len(wrong)} wrong, {told}")
     for each in wrong[:5]:
         print(each)
     sys.exit(bool(wrong) or growth > GROWTH)

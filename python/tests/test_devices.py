@@ -1,7 +1,7 @@
-"""Every public function, with each of its arrays on a device that is not that of the others: refused by name, never read.
+"""Every public function, with each of its arrays on another device than the others: refused by name, never read.
 
-Tensors on torch's device "meta" have no memory, so that this runs without a GPU: an address that is read before its device is
-known would end the process. On a GPU the same table says which functions compute there.
+Tensors on torch's device "meta" have no memory, so that this runs without a GPU: an address that is read before its
+device is known would end the process. On a GPU the same table says which functions compute there.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """Random calls against attention in NumPy and float64: shapes, masks, modifiers, NaN and infinities, with gradients.
 
-The reference shares no code with the extension, nor with its oracle; the tolerance is that of the rule. A few calls in the
-usual tests, ten minutes of them with FULGURITE_LONG=1, and as many as wanted by `python test_differential.py COUNT [SEED]`.
+The reference shares no code with the extension, nor with its oracle; the tolerance is that of the rule. A few calls in
+the usual tests, ten minutes of them with FULGURITE_LONG=1, and more by `python test_differential.py COUNT [SEED]`.
 """
 
 import os
@@ -19,8 +19,8 @@ from judge import ALLOWED, Recorded, judged  # noqa: E402  (after the path)
 import fulgurite  # noqa: E402
 
 DTYPES = [np.float32, np.float16]
-# The rule takes the error of straightforward code as its measure, one sample of it: of thousands of small problems a few have
-# a lucky one. What is left of terms around 1 that cancel is allowed too.
+# The rule takes the error of straightforward code as its measure, one sample of it: of thousands of small problems a few
+# have a lucky one. What is left of terms around 1 that cancel is allowed too.
 MARGIN, LEFT = 8, 4e-6
 
 
@@ -162,7 +162,10 @@ def agree(seed, name, got, want):
 def one(seed):
     rng = np.random.default_rng(seed)
     batch, kv, group = rng.integers(1, 3), rng.integers(1, 3), rng.choice([1, 1, 2, 3])
-    length = lambda: int(rng.choice([rng.integers(1, 7), rng.integers(1, 50), rng.choice([63, 64, 65, 129])]))  # noqa: E731
+
+    def length():
+        return int(rng.choice([rng.integers(1, 7), rng.integers(1, 50), rng.choice([63, 64, 65, 129])]))
+
     q_len, k_len, dim, value_dim = length(), length(), int(rng.integers(1, 20)), int(rng.integers(1, 20))
     heads = int(kv * group)
     dtype = DTYPES[rng.integers(2)]

@@ -60,14 +60,6 @@ impl Verdict {
     pub fn ok(&self) -> bool {
         self.misplaced == 0 && self.allowed.is_finite() && self.worst <= self.allowed
     }
-
-    /// Whether the result is only what rounding leaves where all gradients are 0: each row gives its weight to one key, so
-    /// that dP - D cancels, and straightforward code, which sums both in one order, allows nothing. For tens of thousands of
-    /// random problems with operands around 1; the rule itself stays as it is.
-    pub fn is_rounding_of_zero(&self) -> bool {
-        const LEFT: f64 = 1.0 / (1u32 << 20) as f64;
-        self.misplaced == 0 && self.allowed == 0.0 && self.want == 0.0 && self.worst <= LEFT
-    }
 }
 
 impl fmt::Display for Verdict {
