@@ -23,7 +23,9 @@ use crate::parts::schedule::{Of, Unequal, Work};
 use crate::parts::softmax::{FLOOR, Totals};
 use fulgurite_core::Exp;
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Acc, Builder, Group, GroupBarrier, Half, Pair, Pointer, RowView, Scope, Shared, Val, Var, Word};
+use fulgurite_ptx::{
+    Acc, Builder, Group, GroupBarrier, Half, Number, Pair, Pointer, RowView, Scope, Shared, Val, Var, Word,
+};
 
 /// Stands for the probability of a hidden key. Those of visible keys are at least 0, or NaN.
 const HIDDEN: f32 = -1.0;
@@ -169,6 +171,17 @@ pub(crate) fn some_not_finite<'k>(elements: &[Val<'k, f32>]) -> Val<'k, bool> {
     };
     let sum = (0..CHAINS).filter_map(chain).reduce(|a, b| a + b).unwrap_or(zero);
     !(sum * 0.0).eq(0.0)
+}
+
+/// Whether one of the 16-bit elements in some words is infinite or NaN.
+pub(crate) fn some_half_not_finite<'k, T: Half>(words: &[Val<'k, u32>]) -> Val<'k, bool> {
+    let (exponents, one): (u32, u32) = match T::NUMBER {
+        Number::Bf16 => (0x7f80_7f80, 0x0080_0080),
+        _ => (0x7c00_7c00, 0x0400_0400),
+    };
+    // The largest exponent carries into the sign.
+    let carries = words.iter().map(|&word| ((word & exponents) + one) & 0x8000_8000u32);
+    carries.reduce(|a, b| a | b).expect("bug in fulgurite: there are words").ne(0)
 }
 
 /// The rows' maxima, and where sums of p go if they are not known.

@@ -71,7 +71,19 @@ pub(crate) struct Storers<'k> {
 
 impl<'k> Storers<'k> {
     /// Stores `rows` rows of a tile, each of `units` units of 16 bytes, as far as they exist in memory.
-    pub fn store(&self, w: &Scope<'k, Group>, from: Tile<'k>, [rows, units]: [u32; 2], to: GlobalRows<'k>) {
+    pub fn store(&self, w: &Scope<'k, Group>, from: Tile<'k>, shape: [u32; 2], to: GlobalRows<'k>) {
+        self.store_and(w, from, shape, to, |_, _, _, _| {});
+    }
+
+    /// Like [`store`](Self::store), and passes the row, number and words of each unit that is stored to `also`.
+    pub fn store_and(
+        &self,
+        w: &Scope<'k, Group>,
+        from: Tile<'k>,
+        [rows, units]: [u32; 2],
+        to: GlobalRows<'k>,
+        also: impl Fn(&Scope<'k, Group>, Val<'k, u32>, Val<'k, u32>, [Val<'k, u32>; 4]),
+    ) {
         let all = rows * units;
         for step in 0..all.div_ceil(self.count) {
             let index = self.own + step * self.count;
@@ -82,6 +94,7 @@ impl<'k> Storers<'k> {
                 let words = from.read_unit(w, row, unit);
                 let address = to.address + row.to_u64().mul_wide_64(to.stride) + column.to_u64();
                 Pointer::<u32>::at_address(address).store_some(w, 0, words);
+                also(w, row, unit, words);
             });
         }
     }

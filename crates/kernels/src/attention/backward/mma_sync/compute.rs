@@ -4,6 +4,7 @@
 //! that the step before is done with p, d_z and the stages.
 
 use crate::attention::backward::cursor::Cursor;
+use crate::attention::backward::marks::{HeadRows, MarkedPart};
 use crate::attention::backward::mma_sync::params::SyncParams;
 use crate::attention::backward::mma_sync::stages::{Side, SyncStages, When};
 use crate::attention::backward::modifiers::ModifierRole;
@@ -13,10 +14,11 @@ use crate::attention::backward::walk::{probabilities_of, score_gradients_of};
 use crate::attention::backward::{Features, KernelShape};
 use crate::params::Params;
 use crate::parts::mask::{Block, Limits};
+use crate::parts::nonfinite::some_half_not_finite;
 use crate::parts::row_memory::Storers;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    Group, Half, Major, Pair, Pointer, RoleBarrier, RowView, Scope, Swizzle, Tile, TileOperand, TileShape, Val,
+    Group, Half, Major, Pair, Pointer, RoleBarrier, RowView, Scope, Shared, Swizzle, Tile, TileOperand, TileShape, Val,
     WarpAcc, Word,
 };
 use std::marker::PhantomData;
@@ -44,6 +46,9 @@ pub(super) struct SyncBackward<'k, const M: usize, T> {
     p: Tile<'k>,
     d_z: Tile<'k>,
     stages: SyncStages<'k>,
+    /// Where marks of the tile go: sequence, head, first row of the sequence, first key. In shared memory, because registers
+    /// are short and only data that is not finite needs it.
+    marked: Shared<'k, u32>,
     number: PhantomData<T>,
 }
 
@@ -75,6 +80,7 @@ where
             p: result("p"),
             d_z: result("d_z"),
             stages: SyncStages::new::<T>(builder, config.depth, rows, dims),
+            marked: builder.shared("marked", 4),
             number: PhantomData,
         }
     }
@@ -191,6 +197,12 @@ where
         stages.ring().copy(w, *k, params.rows(Of::K, &self.work, head, first));
         stages.ring().copy(w, *v, params.rows(Of::V, &self.work, head, first));
         stages.start(w, &|w, what, to| self.load(w, what, to));
+        let MarkedPart { of, first: [first, _], .. } = map.marked(&self.work, [w.constant(0u32), first]);
+        w.when(self.own.eq(0) & w.thread_in_group().eq(0), |w| {
+            for (i, word) in [of.batch, of.head, of.start, first].into_iter().enumerate() {
+                self.kernel.marked.store(w, i as u32, word);
+            }
+        });
         self.set_limits(w);
         self.set_head(w);
         self.d_k.clear();
@@ -265,18 +277,20 @@ where
     fn finish(&self, w: &Scope<'k, Group>) {
         let SyncBackward { params, keys, dims: [d, dv], k, v, .. } = self.kernel;
         let [to_k, to_v] = [(k, *d), (v, *dv)].map(|(tile, cols)| tile.overlay(halved::<T>(*keys, cols)));
-        for (result, marks) in [&self.d_k, &self.d_v].into_iter().zip(&params.marks) {
-            let at = [self.own * result.cols(), self.first_key()];
-            marks.check(w, result, |_| params.map.marked(&self.work, at));
-        }
         w.sync_role(&self.all);
         self.d_k.write_with::<T>(w, to_k.cols(self.own, d / 2), |_, x| x * params.scale);
         self.d_v.write_with::<T>(w, to_v.cols(self.own, dv / 2), |_, x| x);
         w.sync_role(&self.all);
         let threads = Storers { own: self.own * THREADS + w.thread_in_group(), count: 2 * THREADS };
-        for (of, tile, cols) in [(Of::DK, to_k, *d), (Of::DV, to_v, *dv)] {
+        for ((of, tile, cols), marks) in [(Of::DK, to_k, *d), (Of::DV, to_v, *dv)].into_iter().zip(&params.marks) {
             let to = params.rows(of, &self.work, self.work.head, self.first_key());
-            threads.store(w, tile, [*keys, cols * 2 / 16], to);
+            // Marks are made from what is stored: sums in registers leave no room for the numbers of their rows.
+            threads.store_and(w, tile, [*keys, cols * 2 / 16], to, |w, row, unit, words| {
+                w.when_rarely(some_half_not_finite::<T>(&words), |w| {
+                    let [batch, head, start, first] = [0u32, 1, 2, 3].map(|i| self.kernel.marked.load(w, i));
+                    marks.mark_eight(w, HeadRows { batch, head, start }, first + row, unit);
+                });
+            });
         }
     }
 
