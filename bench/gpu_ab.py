@@ -25,6 +25,18 @@ from gpu_race import samples
 BF16 = torch.bfloat16
 TOKENS, WIDTH = 16384, 2048
 
+# Grouped heads and head dims of models: batch, queries, heads, head dim, keys, heads of keys; and options.
+MODELS = {
+    "llama-3-8b": ((1, 8192, 32, 128, 8192, 8), {}),
+    "qwen2.5-7b": ((2, 4096, 28, 128, 4096, 4), {}),
+    "gemma-2": ((1, 4096, 16, 256, 4096, 8), {"softcap": 50.0}),
+    "gpt-oss": ((1, 4096, 64, 64, 4096, 8), {"window": (127, 0)}),
+    "phi-3-mini": ((2, 4096, 32, 96), {}),
+    "falcon-7b": ((4, 2048, 71, 64, 2048, 1), {}),
+    "gpt-2": ((16, 1024, 12, 64), {}),
+    "short": ((16, 300, 12, 64), {}),
+}
+
 
 def tensors(b, n, h, d, m=None, h_kv=None):
     shapes = ((b, n, h, d), (b, m or n, h_kv or h, d), (b, m or n, h_kv or h, d))
@@ -54,6 +66,8 @@ def cells():
         for n in (1024, 4096):
             shape = (TOKENS // n, n, WIDTH // dim, dim)
             yield f"forward d{dim} {n} window 256", forward, shape, {"window": (256, 0)}
+    for name, (shape, options) in MODELS.items():
+        yield f"backward {name}", backward, shape, {"causal": True, **options}
     for batch in (1, 32):
         for keys in (8192, 65536):
             for queries in (1, 4, 16):

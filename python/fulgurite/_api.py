@@ -141,7 +141,7 @@ def attention(
 
 def _general(text, q, k, v, packed, tensors, out, return_lse):
     """A call with tensors besides q, k and v, or one that torch must trace."""
-    extras = _extras(*tensors, needs_grad)
+    extras = _extras(*tensors, needs_grad, q)
     if extras.tensors:  # otherwise the extension reports it
         for name, array in (("q", q), ("k", k), ("v", v)):
             _rows(name, array, packed)
@@ -171,7 +171,7 @@ def _described(
     for name, array in (("q", q), ("k", k), ("v", v)):
         _rows(name, array, cu_seqlens is not None)
     extras = _extras(
-        mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, needs_grad
+        mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, needs_grad, q
     )
     return text + extras.entries, extras.tensors
 
@@ -193,7 +193,7 @@ def _rows(name, array, packed):
         raise ValueError(f"`{name}` has shape {list(shape)}, allowed: {_LAYOUTS[packed]}")
 
 
-def _extras(mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, grad):
+def _extras(mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, grad, q):
     """The tensors besides q, k and v, each with its description entry."""
     extras = _describe.Extras()
     if cu_seqlens is not None:
@@ -230,7 +230,7 @@ def _extras(mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu
         extras.entry(f"mask not eq {element} i0;")
     tracer = Tracer()
     if block_mask is not None:
-        block_lists(block_mask, extras, tracer)
+        block_lists(block_mask, extras, tracer, q)
     if mask_mod is not None:
         extras.entry(_describe.mask_entries(tracer.mask("mask_mod", mask_mod)))
     if score_mod is not None:
@@ -297,7 +297,7 @@ def attention_backward(
     )
     text += _longest(cu_seqlens is not None, max_lengths, _dispatch.ops())
     extras = _extras(
-        mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, _is_float
+        mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, _is_float, q
     )
     packed = cu_seqlens is not None
     for name, array in (("q", q), ("k", k), ("v", v)):

@@ -27,7 +27,7 @@ def counting(count, like):
 
 def per_sequence(name, values, like, batch, most):
     """One number from 0 to `most` for each sequence, as int32 in the library and on the device of `like`."""
-    if on_gpu(like) and is_torch(values):
+    if on_gpu(like) and on_gpu(values):
         import torch
 
         if values.is_floating_point() or values.dtype == torch.bool or values.numel() not in (1, batch):
@@ -37,6 +37,8 @@ def per_sequence(name, values, like, batch, most):
     if is_torch(like):
         import torch
 
+        if len(set(numbers)) == 1:  # no copy to a GPU, which a recorded graph could not hold
+            return torch.full((batch,), numbers[0], dtype=torch.int32, device=like.device)
         return torch.tensor(numbers, dtype=torch.int32, device=like.device)
     return numpy.array(numbers, numpy.int32)
 

@@ -45,6 +45,7 @@ def flash_attn_combine(
     for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         if kind_of(unmasked(name, x)) != "float" or is_torch(x) != is_torch(out_partial):
             raise ValueError(f"`{name}` is {type(x).__name__} of {x.dtype}, allowed: floats of one library")
+        _beside(name, x, "out_partial", out_partial)
     if out is not None:
         if shape_of("out", out, "[batch, sequence, heads, head_dim]") != shape[1:]:
             raise ValueError(f"`out` has shape {list(out.shape)}, allowed: {list(shape[1:])}")
@@ -80,6 +81,7 @@ def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Any, Any]
     for name, x in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
         if kind_of(unmasked(name, x)) != "float" or type(x) is not type(o_a) and not (is_torch(x) and is_torch(o_a)):
             raise ValueError(f"`{name}` is {type(x).__name__} of {x.dtype}, allowed: floats of one library")
+        _beside(name, x, "o_a", o_a)
     if is_torch(o_a):
         return _merge_by_torch(o_a, lse_a, o_b, lse_b)
     by_rows = [numpy.swapaxes(numpy.asarray(x), -1, -2) for x in (lse_a, lse_b)]
@@ -89,6 +91,14 @@ def merge(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Any, Any]
         asarray = o_a.__array_namespace__().asarray
         return asarray(o), asarray(lse)
     return o, lse
+
+
+def _beside(name, x, first, other):
+    """Rejects a torch tensor on another device than the first one."""
+    if is_torch(x) and x.device != other.device:
+        raise ValueError(
+            f"`{name}` is on {x.device}, `{first}` on {other.device}, allowed: one device; move it with .to({first}.device)"
+        )
 
 
 def _merge_by_torch(o_a, lse_a, o_b, lse_b):

@@ -78,7 +78,7 @@ def attention(
         # A GPU adds up the gradient of a logit in float32.
         sinks = jnp.asarray(sinks, jnp.float32) if _api.kind_of_array("sinks", sinks) == "float" else sinks
     extras = _api._extras(
-        mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, _no_gradient
+        mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, _no_gradient, q
     )
     text += extras.entries
     for role, array in zip(_describe.roles(text), extras.tensors):

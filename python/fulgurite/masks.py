@@ -55,6 +55,23 @@ class BlockMask:
         self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices = lists
         self.BLOCK_SIZE, self.seq_lengths, self.mask_mod = block_size, seq_lengths, mask_mod
         self._traced = traced
+        self._copies: dict[Any, list[Any]] = {}
+
+    def _lists_for(self, rows):
+        """The four lists, where kernels for `rows` read them: on its GPU, copied there once, or on the host."""
+        lists = [getattr(self, name) for name in _FIELDS]
+        if not is_torch(rows) or rows.device.type != "cuda":
+            return lists
+        import torch
+
+        if torch.compiler.is_compiling():  # the operator copies them
+            return lists
+        copies = self._copies.get(rows.device)
+        if copies is None:
+            copies = [torch.from_numpy(array).to(rows.device) for array in lists]
+            if type(copies[0]) is torch.Tensor:  # no tensor that lives in a trace only
+                self._copies[rows.device] = copies
+        return copies
 
     @classmethod
     def from_kv_blocks(
@@ -112,7 +129,7 @@ class BlockMask:
         return math.prod(self.shape)
 
     def to(self, device: Any) -> BlockMask:
-        """This mask: its lists stay on the host, and calls copy them to the device of their tensors."""
+        """This mask: its lists stay on the host, and the first call on a GPU copies them there."""
         return self
 
     @property
@@ -237,7 +254,8 @@ def create_block_mask(
     """The blocks that `mask_mod` can reach, found by interval arithmetic without evaluating elements.
 
     B, H      None: all sequences or heads share the lists; the mask must not read that index
-    device    accepted for compatibility with torch's signature; the lists are small and stay on the host
+    device    accepted for compatibility with torch's signature; the lists stay on the host, and the first call on a
+              GPU copies them there
 
     The arguments after `BLOCK_SIZE` tune torch's kernels and have no effect.
     """
@@ -273,17 +291,18 @@ def _lists(rows, shape):
     return counts, indices
 
 
-def block_lists(block_mask, extras, tracer):
-    """Adds the lists of a block mask, ours or torch's, and its mask to a call."""
+def block_lists(block_mask, extras, tracer, q):
+    """Adds the lists of a block mask, ours or torch's, and its mask to a call whose queries are `q`."""
     if not all(hasattr(block_mask, name) for name in (*_FIELDS, "BLOCK_SIZE", "mask_mod")):
         raise ValueError(f"`block_mask` is a {type(block_mask).__name__}, allowed: what `create_block_mask` gives")
     rows, cols = block_mask.BLOCK_SIZE
     extras.entry(f"blocks {int(rows)} {int(cols)};")
-    for name in _FIELDS:
-        lists = getattr(block_mask, name)
+    own = isinstance(block_mask, BlockMask)
+    fields = block_mask._lists_for(q) if own else [getattr(block_mask, name) for name in _FIELDS]
+    for name, lists in zip(_FIELDS, fields):
         if lists is not None:
             extras.add(name, integers(name, lists))
-    if isinstance(block_mask, BlockMask):
+    if own:
         text = tracer.adopt(block_mask._traced)
     else:
         text = tracer.mask("block_mask", block_mask.mask_mod)

@@ -18,7 +18,7 @@ FUNCTIONS = {
     "silu far out": lambda s: F.silu(s * 60.0) * 0.05,
     "sigmoid far out": lambda s: torch.sigmoid(s * 60.0),
     "softplus": F.softplus,
-    "softplus with options": lambda s: F.softplus(s * 8, beta=2.0, threshold=3.0),
+    "softplus with options": lambda s: F.softplus(s * 4, beta=2.0, threshold=3.0),
     "logsigmoid": F.logsigmoid,
     "logsigmoid far out": lambda s: F.logsigmoid(s * 60.0) * 0.05,
     "leaky_relu": lambda s: F.leaky_relu(s, negative_slope=0.2),

@@ -1,9 +1,11 @@
-//! NaN and infinities in what some row does not see, through GPU kernels on the simulator: outputs do not meet them.
+//! NaN and infinities in what some row does not see, through GPU kernels on the simulator: neither outputs nor gradients
+//! meet them.
 
 use fulgurite::gpu::Arch;
-use fulgurite::{Choice, DType, Error, Run, engine};
+use fulgurite::{Choice, DType, Engine, Error, Run, engine};
+use fulgurite_core::Saved;
 use fulgurite_core::cases::{self, Case};
-use fulgurite_core::compare::check_forward;
+use fulgurite_core::compare::{Verdict, check_backward, check_forward};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -24,11 +26,26 @@ fn is_planted(case: &Case) -> bool {
 /// Hopper's kernels, those of every GPU since Ampere, and Blackwell's, in turn.
 const CHOICES: [Choice; 3] = [Choice::Sim, Choice::SimArch(Arch::SM_80), Choice::SimArch(Arch::SM_100A)];
 
+/// What an engine makes of a case, gradients too where the engine has them; `Err` for a problem it refuses.
+fn verdicts(engine: &dyn Engine, case: &Case) -> Result<Vec<(String, Verdict)>, Error> {
+    let (inputs, run) = (case.inputs(), Run::default());
+    let forward = engine.forward(case.problem(), &inputs, &run)?;
+    let mut verdicts = check_forward(&case.bound(), &forward, 0);
+    let saved = Saved { d_lse: case.d_lse(), ..forward.saved(case.d_o()) };
+    match engine.backward(case.problem(), &inputs, &saved, &run) {
+        Ok(gradients) => verdicts.extend(check_backward(&case.bound(), &saved, &gradients, 0)),
+        Err(Error::Unsupported(_)) => {}
+        Err(e) => return Err(e),
+    }
+    Ok(verdicts)
+}
+
 #[test]
-fn outputs_do_not_meet_what_rows_do_not_see() {
+fn random_problems_leak_nothing() {
     let seeds = seeds();
     let (next, end) = (AtomicU64::new(seeds.start), seeds.end);
-    let (ran, planted, failed) = (AtomicUsize::new(0), AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let (ran, planted, derived) = (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
+    let failed = Mutex::new(Vec::new());
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     std::thread::scope(|scope| {
         for _ in 0..threads {
@@ -42,12 +59,12 @@ fn outputs_do_not_meet_what_rows_do_not_see() {
                     let dtype = if seed % 2 == 0 { DType::Bf16 } else { DType::F16 };
                     let case = cases::random_nonfinite_short(seed, dtype);
                     let engine = &engines[seed as usize % 3];
-                    let wrong = match engine.forward(case.problem(), &case.inputs(), &Run::default()) {
+                    let wrong = match verdicts(engine.as_ref(), &case) {
                         Err(Error::Unsupported(_)) => continue,
                         Err(e) => vec![format!("{case}: {e}")],
-                        Ok(forward) => {
-                            let verdicts = check_forward(&case.bound(), &forward, 0).into_iter();
-                            let wrong = verdicts.filter(|(_, verdict)| !verdict.ok());
+                        Ok(verdicts) => {
+                            derived.fetch_add(usize::from(verdicts.len() > 2), Ordering::Relaxed);
+                            let wrong = verdicts.into_iter().filter(|(_, verdict)| !verdict.ok());
                             wrong.map(|(name, v)| format!("{case} on {}: {name}: {v}", engine.name())).collect()
                         }
                     };
@@ -59,8 +76,9 @@ fn outputs_do_not_meet_what_rows_do_not_see() {
         }
     });
     let failed = failed.into_inner().unwrap();
-    let (ran, planted) = (ran.into_inner(), planted.into_inner());
-    println!("{ran} problems ran, {planted} of them with NaN or infinities");
+    let (ran, planted, derived) = (ran.into_inner(), planted.into_inner(), derived.into_inner());
+    println!("{ran} problems ran, {derived} with gradients, {planted} of them with NaN or infinities");
     assert!(failed.is_empty(), "{} failures:\n{}", failed.len(), failed.join("\n"));
     assert!(2 * planted > ran && 3 * ran > 2 * (end - seeds.start) as usize, "{ran} ran, {planted} planted");
+    assert!(2 * derived > ran, "{derived} of {ran} with gradients");
 }
