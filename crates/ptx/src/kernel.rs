@@ -123,6 +123,8 @@ pub struct Kernel {
     pub threads: u32,
     /// CTAs per cluster.
     pub cluster: u32,
+    /// The registers per thread that the assembler may use, if it is not left to prefer more CTAs per SM.
+    pub most_registers: Option<u32>,
     /// Regions of shared memory.
     pub shared: Vec<SharedUse>,
     /// Shared memory of a CTA, in bytes.

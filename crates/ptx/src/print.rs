@@ -56,6 +56,8 @@ impl Kernel {
         if self.roles.iter().any(|role| role.registers.is_some()) {
             // Without this directive the assembler does not know the register count at entry and drops setmaxnreg.
             text.push_str(".minnctapersm 1\n");
+        } else if let Some(most) = self.most_registers {
+            let _ = writeln!(text, ".maxnreg {most}");
         }
         if self.cluster > 1 {
             let _ = writeln!(text, ".reqnctapercluster {}, 1, 1", self.cluster);

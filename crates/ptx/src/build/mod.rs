@@ -45,6 +45,7 @@ pub struct Builder {
     name: String,
     target: Target,
     cluster: Cell<u32>,
+    prefers_registers: Cell<bool>,
     /// The Rust line to attribute instructions to, if it is not the caller's.
     place: Cell<Option<&'static Location<'static>>>,
     state: RefCell<State>,
@@ -123,6 +124,14 @@ pub(crate) struct PipeUse {
     blocks: u32,
 }
 
+/// The most registers per thread of a CTA with this number of threads, in the units of their allocation.
+fn most_registers(threads: u32) -> u32 {
+    /// Registers of an SM, and of a thread.
+    const OF_SM: u32 = 64 << 10;
+    const OF_THREAD: u32 = 255;
+    (OF_SM / threads / 8 * 8).min(OF_THREAD)
+}
+
 impl Kernel {
     /// Runs `f` to build a kernel, then checks that it fits its target.
     pub fn build(name: &str, target: Target, f: impl FnOnce(&Builder)) -> Result<Kernel, BuildError> {
@@ -130,6 +139,7 @@ impl Kernel {
             name: name.into(),
             target,
             cluster: Cell::new(1),
+            prefers_registers: Cell::new(false),
             place: Cell::new(None),
             state: RefCell::new(State { blocks: vec![Vec::new()], barriers: 1, ..State::default() }),
             tensor: Cell::new(None),
@@ -151,6 +161,11 @@ impl Builder {
     /// Sets the cluster size in CTAs.
     pub fn cluster(&self, blocks: u32) {
         self.cluster.set(blocks);
+    }
+    /// Lets the assembler use as many registers as a CTA can have. By default it prefers more CTAs per SM, and spills some
+    /// registers for them. Kernels whose roles set their registers do not need it.
+    pub fn prefer_registers(&self) {
+        self.prefers_registers.set(true);
     }
     pub(crate) fn cluster_blocks(&self) -> u32 {
         self.cluster.get()
@@ -454,6 +469,7 @@ impl Builder {
             params: state.params,
             threads,
             cluster: self.cluster.get(),
+            most_registers: self.prefers_registers.get().then(|| most_registers(threads)),
             shared: state.shared,
             shared_bytes: state.shared_bytes,
             roles: uses,

@@ -100,6 +100,7 @@ impl Use {
             ],
             threads: 128,
             cluster: 1,
+            most_registers: None,
             shared: Vec::new(),
             shared_bytes: 1024,
             // Without a role that changes its registers the entry does not say how many there are.

@@ -75,6 +75,9 @@ where
     Program::build("attention_backward_finish", target, |p| {
         let (d, rows) = (shape.dims[0], shape.config.rows);
         let packed = features.ragged.packed;
+        if packed {
+            p.builder().prefer_registers();
+        }
         let results = Results::declare::<T, FinishCall>(
             p,
             "d_q",

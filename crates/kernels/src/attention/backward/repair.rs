@@ -75,6 +75,7 @@ where
 {
     Program::build("attention_backward_repair", target, |p| {
         let repair = Repair::<T>::declare(p, features, shape);
+        p.builder().prefer_registers();
         p.builder().role("repair", Warpgroups(1), |w| {
             if target.arch.sm >= OVERLAPPING {
                 w.wait_for_previous_grid();

@@ -46,8 +46,8 @@ pub(super) struct SyncBackward<'k, const M: usize, T> {
     p: Tile<'k>,
     d_z: Tile<'k>,
     stages: SyncStages<'k>,
-    /// Where marks of the tile go: sequence, head, first row of the sequence, first key. In shared memory, because registers
-    /// are short and only data that is not finite needs it.
+    /// Where the tile's results and marks go: sequence, head, first row of the sequence, first key. In shared memory, because
+    /// registers are short between the tile's begin and its end.
     marked: Shared<'k, u32>,
     number: PhantomData<T>,
 }
@@ -282,12 +282,13 @@ where
         self.d_v.write_with::<T>(w, to_v.cols(self.own, dv / 2), |_, x| x);
         w.sync_role(&self.all);
         let threads = Storers { own: self.own * THREADS + w.thread_in_group(), count: 2 * THREADS };
+        let first = self.kernel.marked.load(w, 3);
         for ((of, tile, cols), marks) in [(Of::DK, to_k, *d), (Of::DV, to_v, *dv)].into_iter().zip(&params.marks) {
-            let to = params.rows(of, &self.work, self.work.head, self.first_key());
+            let to = params.rows(of, &self.work, self.work.head, first);
             // Marks are made from what is stored: sums in registers leave no room for the numbers of their rows.
             threads.store_and(w, tile, [*keys, cols * 2 / 16], to, |w, row, unit, words| {
                 w.when_rarely(some_half_not_finite::<T>(&words), |w| {
-                    let [batch, head, start, first] = [0u32, 1, 2, 3].map(|i| self.kernel.marked.load(w, i));
+                    let [batch, head, start] = [0u32, 1, 2].map(|i| self.kernel.marked.load(w, i));
                     marks.mark_eight(w, HeadRows { batch, head, start }, first + row, unit);
                 });
             });
