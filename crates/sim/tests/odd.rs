@@ -161,6 +161,7 @@ impl Maker {
             ],
             threads: [32, 64, 128, 256][self.random.below(4) as usize],
             cluster: 1 + self.random.below(2) as u32,
+            most_registers: None,
             shared: Vec::new(),
             shared_bytes: if self.random.below(8) == 0 { 0 } else { SHARED },
             roles: Vec::new(),

@@ -88,6 +88,7 @@ impl Asm {
             params: vec![param("x"), param("y")],
             threads,
             cluster,
+            most_registers: None,
             shared: Vec::new(),
             shared_bytes: 4096,
             roles: Vec::new(),
