@@ -54,6 +54,13 @@ def backward(package, q, k, v, **options):
     return functools.partial(package.attention_backward, d_o, q, k, v, o, lse, out=out, **options)
 
 
+def unequal(package, q, k, v, **options):
+    """Decode with lengths from an eighth of the keys to all of them."""
+    lengths = torch.linspace(k.shape[1] / 8, k.shape[1], k.shape[0], device="cuda").to(torch.int32)
+    lengths = lengths[torch.randperm(k.shape[0], generator=torch.Generator("cuda").manual_seed(1), device="cuda")]
+    return forward(package, q, k, v, used_lengths=(None, lengths), **options)
+
+
 def cells():
     """Name, maker of a call, tensors and options."""
     for dim in (64, 128, 256):
@@ -68,10 +75,17 @@ def cells():
             yield f"forward d{dim} {n} window 256", forward, shape, {"window": (256, 0)}
     for name, (shape, options) in MODELS.items():
         yield f"backward {name}", backward, shape, {"causal": True, **options}
-    for batch in (1, 32):
-        for keys in (8192, 65536):
+    for keys, batches in ((2048, (1, 8, 32)), (8192, (1, 2, 4, 6, 8, 12, 16, 24, 32)), (65536, (1, 8, 32))):
+        for batch in batches:
             for queries in (1, 4, 16):
-                yield f"decode {batch} x {keys}, {queries}", forward, (batch, queries, 32, 128, keys, 8), {"causal": True}
+                shape = (batch, queries, 32, 128, keys, 8)
+                yield f"decode {batch} x {keys}, {queries}", forward, shape, {"causal": True}
+                if batch in (8, 24, 32) and keys == 8192:
+                    yield f"decode {batch} x {keys}, {queries}, unequal", unequal, shape, {"causal": True}
+    for heads, kv_heads, dim in ((32, 32, 128), (16, 2, 128), (64, 8, 64), (71, 1, 64), (16, 8, 256)):
+        for batch in (1, 5, 17):
+            shape = (batch, 1, heads, dim, 5000, kv_heads)
+            yield f"decode {batch} x 5000, {heads}/{kv_heads} of {dim}", forward, shape, {"causal": True}
 
 
 def host_calls(package):

@@ -3,6 +3,7 @@
 use crate::common::decode::Case;
 use crate::common::mutate::{drop, line, replace};
 use fulgurite_core::{Mask, Rescale};
+use fulgurite_ptx::Kernel;
 use fulgurite_sim::{Fault, Options, Sim};
 
 fn run(case: &Case, seed: u64) -> crate::common::decode::Left {
@@ -52,6 +53,22 @@ fn the_bits_do_not_depend_on_who_merges() {
     }
 }
 
+/// Tiles of more than one run of splits: whole tiles, runs, single splits and mixtures of them.
+#[test]
+fn the_bits_do_not_depend_on_the_division() {
+    // Eight splits of 576 keys.
+    let case = Case { q_len: 2, k_len: 4600, heads: [4, 2], batch: 2, ..Case::base() };
+    let want = run(&case, 1);
+    let mut divisions = std::collections::BTreeSet::new();
+    for blocks in [1, 2, 3, 4, 5, 8, 24, 64] {
+        let case = Case { blocks, ..case.clone() };
+        divisions.insert(case.launch_words(["whole", "each"]));
+        assert_eq!(run(&case, u64::from(blocks)), want, "{blocks} blocks");
+    }
+    let [whole, runs, splits] = [[4, 1], [0, 4], [0, 1]].map(|division| divisions.contains(&division));
+    assert!(whole && runs && splits, "{divisions:?}");
+}
+
 /// A row's bits are the same alone and in a batch.
 #[test]
 fn the_bits_do_not_depend_on_the_batch() {
@@ -74,10 +91,10 @@ fn the_bits_do_not_depend_on_the_batch() {
 /// What makes merging safe is needed: without it the simulator finds the race.
 #[test]
 fn bugs_in_merging_are_found() {
-    // Rows in every warp.
-    let case = Case { q_len: 16, k_len: 520, heads: [4, 1], ..Case::base() };
+    // Rows in every warp, and keys that are worth dividing.
+    let case = Case { q_len: 16, k_len: 6200, heads: [4, 1], blocks: 8, ..Case::base() };
     let (k, tensors) = (|| case.kernel(), case.tensors());
-    let merge = line(&k(), "ld.global.f32", 1);
+    let merge = line(&k(), "ld.global.f32", behind_count(&k(), "ld.global.f32"));
     let mut barriers = 0;
     k().each_op(&mut |op| barriers += usize::from(op.inst.name == "bar.sync"));
     // The gathering role has one, the computing one two around the count.
@@ -106,23 +123,24 @@ fn bugs_in_merging_are_found() {
 /// A counter that is not set back breaks the next launch: who checks it sees it.
 #[test]
 fn a_counter_that_is_left_is_seen() {
-    let case = Case { k_len: 520, heads: [1, 1], ..Case::base() };
+    let case = Case { k_len: 4600, heads: [1, 1], ..Case::base() };
     // The only word that the kernel stores to global memory as it is: results go in pairs and floats.
-    let kernel = drop(case.kernel(), "st.global.b32", counter_store(&case));
+    let kernel = case.kernel();
+    let store = behind_count(&kernel, "st.global.b32");
+    let kernel = drop(kernel, "st.global.b32", store);
     let left = case.run(&crate::common::sim(1), kernel, &case.tensors()).unwrap();
-    assert_eq!(left.counters[2], 2, "splits of 520 keys");
+    assert_eq!(left.counters[2], 2, "runs of 4600 keys");
 }
 
-/// Which use of `st.global.b32` sets the counter back: the one that stores one word with no offset among those behind
-/// the ordered count.
-fn counter_store(case: &Case) -> usize {
-    let (mut stores, mut found, mut counted) = (0, None, false);
-    case.kernel().each_op(&mut |op| {
+/// The first use of an instruction behind the ordered count.
+fn behind_count(kernel: &Kernel, row: &str) -> usize {
+    let (mut uses, mut found, mut counted) = (0, None, false);
+    kernel.each_op(&mut |op| {
         counted |= op.inst.name == "atom.global.ordered";
-        if op.inst.name == "st.global.b32" {
-            found = found.or(counted.then_some(stores));
-            stores += 1;
+        if op.inst.name == row {
+            found = found.or(counted.then_some(uses));
+            uses += 1;
         }
     });
-    found.expect("the counter is set back after it was read")
+    found.expect("an instruction behind the count")
 }

@@ -1,10 +1,12 @@
 //! Split-K results: each split writes a partial result to the workspace, and the last CTA to finish merges them.
 //!
-//! For each row, a split writes o = p v, m (the maximum, scaled) and l (the sum of p). A counter per tile counts finished
-//! splits. The CTA that counts the last one reads all splits in their order, so results are bitwise reproducible whichever
-//! CTA that is. Splits are merged one after the other: with M the larger of both maxima,
-//! o = 2^(M1 - M) o1 + 2^(M2 - M) o2, and l likewise. A CTA that computes all splits of a tile merges them in registers
-//! ([`Merged`]), with bitwise the same result.
+//! For each row, a split writes o = p v, m (the maximum, scaled) and l (the sum of p). Two results are merged by
+//! o = 2^(M1 - M) o1 + 2^(M2 - M) o2 with M the larger of both maxima, and l likewise. The order of merging is that of
+//! the splits, in two levels: [`RUN`] splits make a run, and the runs of a tile make its result.
+//!
+//! A CTA computes one split of a tile, one run, or all runs. It merges the splits of a run in registers ([`Merged`]). If the
+//! tile has more than that, the CTA writes a partial result, and a counter per tile counts these. The CTA that counts the
+//! last one merges them. Both levels have one order, so the result has the same bits however a tile is divided.
 
 use crate::params::{Lens, Params};
 use crate::parts::modifier::Sinks;
@@ -17,8 +19,14 @@ use std::f32::consts::LN_2;
 
 /// Elements of o that a merging thread computes: 16 bytes of the result.
 const UNIT: u32 = 8;
-/// Splits that a merging thread loads at a time, in one round trip to memory.
-const TOGETHER: u32 = 16;
+/// Rows of an accumulator of a warpgroup.
+const ROWS_OF_GROUP: u32 = 64;
+/// Splits that are merged with each other before they are merged with others.
+pub const RUN: u32 = 4;
+/// The most splits of a tile.
+pub const MOST_SPLITS: u32 = 16;
+/// Partial results that a merging thread loads at a time, in one round trip to memory.
+const TOGETHER: u32 = MOST_SPLITS;
 /// Words before the tiles' counters.
 pub const FIRST_COUNTER: u32 = 2;
 
@@ -26,10 +34,12 @@ pub const FIRST_COUNTER: u32 = 2;
 #[derive(Clone, Copy)]
 pub struct Slot<'k> {
     pub tile: Val<'k, u32>,
-    /// First and past-the-last split of this CTA: one split, or all splits of the tile.
+    /// First and past-the-last split of this CTA: one split, one run, or all splits of the tile.
     pub ours: [Val<'k, u32>; 2],
     /// Number of splits of the tile.
     pub splits: Val<'k, u32>,
+    /// Splits of a partial result: 1 or [`RUN`].
+    pub each: Val<'k, u32>,
     pub batch: Val<'k, u32>,
     /// Head of k and v.
     pub head: Val<'k, u32>,
@@ -147,7 +157,7 @@ where
         Partials { dv, group, counters, sinks, o, strides, lse, lse_rows, lse_heads, partial, sums, room }
     }
 
-    /// Ends the CTA's splits of a tile. If they are all of the tile, writes the results; otherwise writes partial results,
+    /// Ends the CTA's splits of a tile. If they are all of the tile, writes the results; otherwise writes a partial result,
     /// which the tile's last CTA merges.
     pub fn finish<A: RowView<'k>>(
         &self,
@@ -167,7 +177,7 @@ where
                 w.one_thread_of_group(|t| {
                     let counter = slot.tile + FIRST_COUNTER;
                     let before = self.counters.fetch_add_in_order(t, counter, 1);
-                    let all = before.eq(slot.splits - 1);
+                    let all = before.eq(slot.parts() - 1);
                     // Counters are zero at the start of every launch.
                     t.when(all, |t| self.counters.store(t, counter, 0));
                     last.store(t, 0, all.select::<u32>(1, 0));
@@ -237,8 +247,8 @@ where
                 let place = self.place(slot, row);
                 let result = self.end(w, &place, [totals.max[i], totals.sum[i]], A::is_first_of_row(w));
                 let to = place.o.at(A::first_col(w) / 2);
-                for (col, pair) in pairs::<A>(&elements, i, self.dv) {
-                    let [a, b] = pair.map(&result);
+                for (col, pair) in pairs::<A>(i, self.dv) {
+                    let [a, b] = pair.map(|at| result(elements[at]));
                     to.store(w, col / 2, a.pair_with::<T>(b));
                 }
             });
@@ -263,47 +273,97 @@ where
                     self.sums.at_wide(row.mul_wide_64(2)).store_some(w, 0, sums);
                 });
                 let to = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(A::first_col(w));
-                for (col, pair) in pairs::<A>(&elements, i, self.dv) {
-                    to.store_some(w, col, pair);
-                }
+                pairs::<A>(i, self.dv).for_each(|(col, at)| to.store_some(w, col, at.map(|at| elements[at])));
             });
         }
     }
 
-    /// Merges the splits of a tile from the workspace. A thread computes a few elements of a row.
+    /// Merges the partial results of a tile from the workspace.
     fn merge(&self, w: &Scope<'k, Group>, slot: &Slot<'k>) {
-        let across = self.dv / UNIT;
-        w.each(w.thread_in_group(), slot.rows * across, 128, |w, unit| {
-            let (row, col) = (unit / across, (unit % across) * UNIT);
-            let max = w.var(f32::MIN);
-            let sum = w.var(0.0f32);
-            let acc: Vec<_> = (0..UNIT).map(|_| w.var(0.0f32)).collect();
-            w.each(0, slot.splits, TOGETHER, |w, start| {
-                let parts: Vec<_> = (0..TOGETHER)
-                    .map(|i| {
-                        // Past the last split, read the last one again with weight 0; it cannot raise the maximum.
-                        let split = (start + i).min(slot.splits - 1);
-                        let row = self.first_row(slot, split) + row.to_u64();
-                        let sums = self.sums.at_wide(row.mul_wide_64(2)).load_some::<_, 2>(w, 0);
-                        let from = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(col);
-                        (sums, [0, 4].map(|i| from.load_some::<_, 4>(w, i)))
-                    })
-                    .collect();
-                for (i, ([m, l], from)) in parts.into_iter().enumerate() {
-                    let mut pair = Weights::of(&max, m);
-                    pair.new = (start + i as u32).lt(slot.splits).select::<f32>(pair.new, 0.0);
-                    pair.add(&sum, l);
-                    acc.iter().zip(from.as_flattened()).for_each(|(x, &from)| pair.add(x, from));
-                }
-            });
-            let place = self.place(slot, row);
-            let result = self.end(w, &place, [max.get(), sum.get()], col.eq(0));
-            let pairs = [0, 1, 2, 3].map(|i: usize| {
-                let [a, b] = [0, 1].map(|j| result(acc[2 * i + j].get()));
-                a.pair_with::<T>(b)
-            });
-            place.o.store_some(w, col / 2, pairs);
+        let parts = slot.parts();
+        w.choose(
+            parts.le(RUN),
+            |w| self.merge_up_to(w, slot, RUN),
+            |w| {
+                w.choose(
+                    parts.le(2 * RUN),
+                    |w| self.merge_up_to(w, slot, 2 * RUN),
+                    |w| self.merge_up_to(w, slot, MOST_SPLITS),
+                );
+            },
+        );
+    }
+
+    /// Merges up to `most` partial results. Many rows take several units for each thread at a time.
+    fn merge_up_to(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, most: u32) {
+        let units = slot.rows * (self.dv / UNIT);
+        match TOGETHER / most {
+            1 => self.merge_units(w, slot, most, 1),
+            at_once => w.choose(
+                units.le(128),
+                |w| self.merge_units(w, slot, most, 1),
+                |w| self.merge_units(w, slot, most, at_once),
+            ),
+        }
+    }
+
+    /// Merges up to `most` partial results of a tile. A thread computes `at_once` units at a time.
+    fn merge_units(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, most: u32, at_once: u32) {
+        let (across, parts) = (self.dv / UNIT, slot.parts());
+        let units = slot.rows * across;
+        w.each(w.thread_in_group(), units, 128 * at_once, |w, first| {
+            // All loads come before their uses: one round trip to memory for all of them.
+            let loaded: Vec<_> = (0..at_once)
+                .map(|at| {
+                    let unit = first + at * 128;
+                    let inside = if at == 0 { unit } else { unit.min(units - 1) };
+                    let (row, col) = (inside / across, (inside % across) * UNIT);
+                    let partials: Vec<_> =
+                        (0..most).map(|i| self.partial_result(w, slot, i, parts, row, col)).collect();
+                    (unit, row, col, partials)
+                })
+                .collect();
+            for (unit, row, col, partials) in loaded {
+                let run = |some: &[PartialResult<'k>]| {
+                    some.iter().fold(PartialResult::empty(w), |merged, next| merged.with(next))
+                };
+                // Up to so many partial results are the splits of one run, or runs.
+                let merged = match most {
+                    RUN => run(&partials),
+                    _ => run(&partials.chunks(RUN as usize).map(run).collect::<Vec<_>>()),
+                };
+                w.when(unit.lt(units), |w| {
+                    let place = self.place(slot, row);
+                    let result = self.end(w, &place, [merged.max, merged.sum], col.eq(0));
+                    let pairs = [0, 1, 2, 3].map(|i: usize| {
+                        let [a, b] = [0, 1].map(|j| result(merged.o[2 * i + j]));
+                        a.pair_with::<T>(b)
+                    });
+                    place.o.store_some(w, col / 2, pairs);
+                });
+            }
         });
+    }
+
+    /// Loads a unit of the `i`-th partial result of a tile with `parts` of them. Past the last one, it is the last one with
+    /// sums of 0, which does not change what it is merged with.
+    fn partial_result(
+        &self,
+        w: &Scope<'k, Group>,
+        slot: &Slot<'k>,
+        i: u32,
+        parts: Val<'k, u32>,
+        row: Val<'k, u32>,
+        col: Val<'k, u32>,
+    ) -> PartialResult<'k> {
+        let own = parts.literal(i);
+        let row = self.first_row(slot, own.min(parts - 1) * slot.each) + row.to_u64();
+        let [max, sum] = self.sums.at_wide(row.mul_wide_64(2)).load_some::<_, 2>(w, 0);
+        let from = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(col);
+        let o = [0, 4].map(|i| from.load_some::<_, 4>(w, i));
+        let there = own.lt(parts);
+        let kept = |x: &Val<'k, f32>| there.select::<f32>(*x, 0.0);
+        PartialResult { max, sum: kept(&sum), o: o.as_flattened().iter().map(kept).collect() }
     }
 
     /// Writes zeros and an LSE of -inf to rows that belong to no sequence, in all heads.
@@ -320,42 +380,80 @@ where
     }
 }
 
+impl<'k> Slot<'k> {
+    /// Partial results of the tile, if this CTA does not compute all of it.
+    fn parts(&self) -> Val<'k, u32> {
+        (self.splits + self.each - 1) / self.each
+    }
+}
+
 /// Weights of both sides of a merge.
 struct Weights<'k> {
+    /// The larger maximum.
+    max: Val<'k, f32>,
     old: Val<'k, f32>,
     new: Val<'k, f32>,
 }
 
 impl<'k> Weights<'k> {
-    /// Raises the running maximum to include `m`.
-    fn of(max: &Var<'k, f32>, m: Val<'k, f32>) -> Self {
-        let before = max.get();
-        let most = before.max(m);
-        max.set(most);
-        Weights { old: (before - most).exp2(), new: (m - most).exp2() }
+    fn of(old: Val<'k, f32>, new: Val<'k, f32>) -> Self {
+        let max = old.max(new);
+        Weights { max, old: (old - max).exp2(), new: (new - max).exp2() }
     }
 
-    /// Merges `x` into a running sum.
-    fn add(&self, sum: &Var<'k, f32>, x: Val<'k, f32>) {
-        sum.set(x.mul_add(self.new, sum.get() * self.old));
+    /// The sum of both sides.
+    fn add(&self, old: Val<'k, f32>, new: Val<'k, f32>) -> Val<'k, f32> {
+        new.mul_add(self.new, old * self.old)
     }
 }
 
-/// The merged splits of a tile in registers.
+/// [`UNIT`] elements of a row's partial result.
+struct PartialResult<'k> {
+    max: Val<'k, f32>,
+    sum: Val<'k, f32>,
+    o: Vec<Val<'k, f32>>,
+}
+
+impl<'k> PartialResult<'k> {
+    /// The result of no keys.
+    fn empty(w: &Scope<'k, Group>) -> Self {
+        let zero = w.constant(0.0f32);
+        PartialResult { max: w.constant(f32::MIN), sum: zero, o: vec![zero; UNIT as usize] }
+    }
+
+    /// This result merged with that of later keys.
+    fn with(&self, new: &Self) -> Self {
+        let weights = Weights::of(self.max, new.max);
+        let o = self.o.iter().zip(&new.o).map(|(&old, &new)| weights.add(old, new)).collect();
+        PartialResult { max: weights.max, sum: weights.add(self.sum, new.sum), o }
+    }
+}
+
+/// The merged splits of a run in registers. If the CTA computes several runs, its earlier ones wait in shared memory: there
+/// are not enough registers for both.
 pub struct Merged<'k, A = Acc<'k>> {
     pub o: A,
     max: Vec<Var<'k, f32>>,
     sum: Vec<Var<'k, f32>>,
+    /// o of the earlier runs: element i of thread t is at 128 i + t.
+    earlier: Shared<'k, f32>,
+    /// Their maxima and sums.
+    earlier_totals: [Vec<Var<'k, f32>>; 2],
 }
 
 impl<'k, A: RowView<'k>> Merged<'k, A> {
-    /// Merged splits in the accumulators `o`.
-    pub fn new(w: &Scope<'k, Group>, o: A) -> Self {
-        let rows = || (0..A::ROWS).map(|_| w.var(0.0f32)).collect();
-        Merged { max: rows(), sum: rows(), o }
+    /// Elements of shared memory for results with this number of columns.
+    pub fn shared_elements(cols: u32) -> u32 {
+        ROWS_OF_GROUP * cols
     }
 
-    /// Prepares for the first split of a tile.
+    /// Merged splits in the accumulators `o`.
+    pub fn new(w: &Scope<'k, Group>, o: A, earlier: Shared<'k, f32>) -> Self {
+        let rows = || (0..A::ROWS).map(|_| w.var(0.0f32)).collect();
+        Merged { max: rows(), sum: rows(), o, earlier, earlier_totals: [rows(), rows()] }
+    }
+
+    /// Prepares for the first split of a run.
     pub fn clear(&self) {
         self.max.iter().for_each(|max| max.set(f32::MIN));
         self.sum.iter().for_each(|sum| sum.set(0.0));
@@ -365,15 +463,15 @@ impl<'k, A: RowView<'k>> Merged<'k, A> {
     /// Merges the next split.
     pub fn add(&self, o: &A, totals: Totals<'k>) {
         let weights = |i: usize| {
-            let weights = Weights::of(&self.max[i], totals.max[i]);
-            weights.add(&self.sum[i], totals.sum[i]);
+            let weights = Weights::of(self.max[i].get(), totals.max[i]);
+            self.max[i].set(weights.max);
+            self.sum[i].set(weights.add(self.sum[i].get(), totals.sum[i]));
             weights
         };
         let weights: Vec<Weights<'k>> = (0..A::ROWS).map(weights).collect();
         let pairs: Vec<_> = self.o.elements().zip(o.elements()).collect();
         for (i, (sum, x)) in pairs.into_iter().enumerate() {
-            let weights = &weights[A::row_of(i)];
-            self.o.set(i, x.mul_add(weights.new, sum * weights.old));
+            self.o.set(i, weights[A::row_of(i)].add(sum, x));
         }
     }
 
@@ -382,17 +480,42 @@ impl<'k, A: RowView<'k>> Merged<'k, A> {
         let now = |vars: &[Var<'k, f32>]| vars.iter().map(|var| var.get()).collect();
         Totals { max: now(&self.max), sum: now(&self.sum) }
     }
+
+    /// Ends a run of a tile: merges it with the earlier runs of this CTA unless it is the `first`, and puts the result aside
+    /// if it is not the `last`.
+    pub fn end_run(&self, w: &Scope<'k, Group>, [first, last]: [Val<'k, bool>; 2]) {
+        let elements = || self.o.elements().enumerate();
+        let at = |i: usize| w.thread_in_group() + 128 * i as u32;
+        w.choose(
+            first,
+            // Merging begins with the result of no keys, which makes -0 to 0.
+            |_| elements().for_each(|(i, x)| self.o.set(i, x + 0.0)),
+            |w| {
+                let weights = |i: usize| {
+                    let [max, sum] = [0, 1].map(|which: usize| self.earlier_totals[which][i].get());
+                    let weights = Weights::of(max, self.max[i].get());
+                    self.max[i].set(weights.max);
+                    self.sum[i].set(weights.add(sum, self.sum[i].get()));
+                    weights
+                };
+                let weights: Vec<Weights<'k>> = (0..A::ROWS).map(weights).collect();
+                elements().for_each(|(i, x)| self.o.set(i, weights[A::row_of(i)].add(self.earlier.load(w, at(i)), x)));
+            },
+        );
+        w.when(!last, |w| {
+            for (kept, now) in self.earlier_totals.iter().zip([&self.max, &self.sum]) {
+                kept.iter().zip(now).for_each(|(kept, now)| kept.set(now.get()));
+            }
+            elements().for_each(|(i, x)| self.earlier.store(w, at(i), x));
+        });
+    }
 }
 
-/// The pairs of neighbouring elements of the thread's `row`-th row, each with its column relative to the thread's first.
-fn pairs<'k, A: RowView<'k>>(
-    elements: &[Val<'k, f32>],
-    row: usize,
-    cols: u32,
-) -> impl Iterator<Item = (u32, [Val<'k, f32>; 2])> {
+/// Pairs of neighbouring elements of the thread's `row`-th row: the column relative to the thread's first, and their indices.
+fn pairs<'k, A: RowView<'k>>(row: usize, cols: u32) -> impl Iterator<Item = (u32, [usize; 2])> {
     let starts = (0..cols / A::PERIOD).flat_map(|period| (0..A::RUN).step_by(2).map(move |at| (period, at)));
     starts.map(move |(period, at)| {
-        let element = |side: u32| elements[A::index(row, period as usize, (at + side) as usize)];
-        (period * A::PERIOD + at, [0, 1].map(element))
+        let index = |side: u32| A::index(row, period as usize, (at + side) as usize);
+        (period * A::PERIOD + at, [0, 1].map(index))
     })
 }

@@ -4,7 +4,7 @@ use super::upload;
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Forward, Inputs, Mask, Problem, Rescale, Tensor, compare};
 use fulgurite_kernels::attention::forward::plan::{self, DeviceTensor, Tensors};
-use fulgurite_ptx::device::{Device, DeviceError, Span, Stream};
+use fulgurite_ptx::device::{Device, DeviceError, Span, Stream, Value};
 use fulgurite_ptx::{Kernel, Target, bf16, f16};
 use fulgurite_sim::Sim;
 use std::sync::Arc;
@@ -102,6 +102,28 @@ impl Case {
 
     pub fn kernel(&self) -> Kernel {
         self.plan().kernel(Target::HOPPER).unwrap()
+    }
+
+    /// Arguments of the launch, by name.
+    pub fn launch_words<const N: usize>(&self, names: [&str; N]) -> [u32; N] {
+        let (plan, kernel, memory) = (self.plan(), Arc::new(self.kernel()), Span::new(4096, 1 << 30));
+        let (batch, [d, dv]) = (self.batch, self.dims);
+        let at = |len: usize, heads: usize, dim: usize| {
+            DeviceTensor::packed(memory, [batch, len, heads, dim].map(|n| n as u64))
+        };
+        let [q, k, v] = [(self.q_len, 0, d), (self.k_len, 1, d), (self.k_len, 1, dv)]
+            .map(|(len, side, dim)| at(len, self.heads[side], dim));
+        let tensors = Tensors::new([q, k, v, at(self.q_len, self.heads[0], dv)], memory, memory);
+        let tensors = Tensors { scratch: Some(memory), ..tensors };
+        let launch = plan.launch(kernel.clone(), &tensors, self.blocks).expect("a call that the kernel takes");
+        let launch = launch.expect("a case with rows");
+        names.map(|name| {
+            let at = kernel.params.iter().position(|param| param.name == name);
+            match &launch.args[at.expect("a parameter of the kernel")] {
+                Value::U32(x) => *x,
+                other => panic!("{name} is {other:?}"),
+            }
+        })
     }
 
     /// Random q, k and v.

@@ -14,8 +14,10 @@ pub(crate) struct DecodeCall {
     pub items: u64,
     /// Number of items that cover all splits of a tile.
     pub whole: u64,
-    /// Number of splits that items count for every tile.
-    pub splits: u64,
+    /// Number of items of every other tile.
+    pub parts: u64,
+    /// Splits of such an item.
+    pub each: u64,
     /// Tiles per key/value head.
     pub tiles: u64,
     pub kv_heads: u64,

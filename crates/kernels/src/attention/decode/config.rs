@@ -34,12 +34,14 @@ impl DecodeConfig {
         let cols = 64;
         // For large heads, a second tile of Q would cost a third of the keys in flight.
         let queries = if d > 128 { 1 } else { 2 };
+        // Merging in registers needs a second o, which fits up to 128 columns.
+        let whole = dv <= 128;
+        let earlier_bytes = if whole { ROWS * dv * 4 } else { 0 };
         let [queries_bytes, stage_bytes] = [ROWS * d * 2 * queries, cols * (d + dv) * 2];
         let wanted = (IN_FLIGHT / stage_bytes).clamp(3, 8);
-        let depth = wanted.min((BYTES - queries_bytes) / stage_bytes).max(2);
+        let depth = wanted.min((BYTES - queries_bytes - earlier_bytes) / stage_bytes).max(2);
         let rescale = Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT);
-        // Merging in registers needs a second o, which fits up to 128 columns.
-        DecodeConfig { cols, depth, queries, registers: [240, 40, 152], whole: dv <= 128, rescale }
+        DecodeConfig { cols, depth, queries, registers: [240, 40, 152], whole, rescale }
     }
 
     /// This configuration, adjusted so that the problem's features have enough registers.

@@ -24,7 +24,7 @@ use crate::attention::forward::features::Features;
 use crate::attention::source::{Interval, KeySource};
 use crate::params::{Bindings, Params, Program};
 use crate::parts::mask::Spans;
-use crate::parts::merge::{Merged, Partials, Slot};
+use crate::parts::merge::{Merged, Partials, RUN, Slot};
 use crate::parts::modifier::{Parameters, TilePosition};
 use crate::parts::nonfinite::{NonfinitePath, Redo, ThreadRows};
 use crate::parts::row_sums::Added;
@@ -91,7 +91,8 @@ where
         let counters = p.pointer("counters", |call| call.common.counters);
         let items = p.u32("items", |call| call.items as u32);
         let whole = config.whole.then(|| p.u32("whole", |call| call.whole as u32));
-        let splits = p.divisor("splits", |call| call.splits as u32);
+        let parts = p.divisor("parts", |call| call.parts as u32);
+        let each = config.whole.then(|| p.u32("each", |call| call.each as u32));
         let tiles = p.divisor("tiles", |call| call.tiles as u32);
         let kv_heads = p.divisor("kv_heads", |call| call.kv_heads as u32);
         let group = p.divisor("group", |call| call.common.group as u32);
@@ -106,7 +107,8 @@ where
         let nonfinite = features.hides_keys().then(|| NonfinitePath::declare(p, |call| call.common.plain()));
         let partials = Partials::declare(p, features.dims[1], features.sinks, group, counters, |call| &call.partials);
         let (spans, cols) = (Spans::of(&features.mask), config.cols);
-        let schedule = Schedule { items, whole, splits, tiles, kv_heads, group, sequences, most_blocks, spans, cols };
+        let schedule =
+            Schedule { items, whole, parts, each, tiles, kv_heads, group, sequences, most_blocks, spans, cols };
         DecodeParams { keys, values, q, q_strides, counters, schedule, scale, modifiers, nonfinite, partials }
     }
 }
@@ -120,6 +122,8 @@ struct DecodeKernel<'a, 'k, T> {
     rings: Rings<'k>,
     /// One word: whether the CTA finished the last split of its tile.
     last: Shared<'k, u32>,
+    /// Merged runs of splits, if a CTA may compute several.
+    earlier: Option<Shared<'k, f32>>,
 }
 
 impl<'a, 'k, T: Half> DecodeKernel<'a, 'k, T>
@@ -134,7 +138,8 @@ where
         let keys = k.pipe("k", config.depth, &[shape(config.cols, padded[0])]);
         let values = k.pipe("v", config.depth, &[shape(config.cols, padded[1])]);
         let last = k.shared::<u32>("last", 1);
-        DecodeKernel { features, config, padded, params, rings: Rings { queries, keys, values }, last }
+        let earlier = config.whole.then(|| k.shared("earlier", Merged::<Acc<'k>>::shared_elements(padded[1])));
+        DecodeKernel { features, config, padded, params, rings: Rings { queries, keys, values }, last, earlier }
     }
 
     fn build(self, p: &Params<'k, DecodeCall>) {
@@ -164,7 +169,8 @@ where
                 let at = coordinates(Of::V, n);
                 rings.values.put(t, |t, stage| stage.load(t, stage.tile(0), &params.values, &at));
             };
-            params.schedule.each_split(t, &item, |t, [first, end]| {
+            params.schedule.each_split(t, &item, |t, split| {
+                let [first, end] = item.blocks(split);
                 // In the order of use: scores run a block ahead of p v, from the last block to the first.
                 let n = t.var(end - 1);
                 load_k(t, n.get());
@@ -265,7 +271,7 @@ where
         };
         let core = Compute::new(w, &kernel.rings, source, &setup);
         let barrier = w.group_barrier();
-        let merged = params.schedule.whole.map(|_| Merged::new(w, w.accumulators(dv)));
+        let merged = kernel.earlier.map(|earlier| Merged::new(w, w.accumulators(dv), earlier));
         ComputeRole { kernel, core, barrier, merged }
     }
 
@@ -278,11 +284,18 @@ where
             queries.wait(w);
             match &self.merged {
                 Some(merged) => {
-                    merged.clear();
-                    schedule.each_split(w, &item, |w, blocks| {
+                    let [first, end] = item.slot.ours;
+                    schedule.each_split(w, &item, |w, split| {
+                        w.when((split % RUN).eq(0) | split.eq(first), |_| merged.clear());
+                        let blocks = item.blocks(split);
                         let totals = self.split(w, &cursor, blocks);
                         self.redo_nonfinite(w, &item, blocks, &totals);
                         merged.add(&self.core.o, totals.scaled(scale));
+                        let (done, last) = (split + 1, (split + 1).eq(end));
+                        w.when((done % RUN).eq(0) | last, |w| {
+                            let is_first = (done - first).le(RUN);
+                            merged.end_run(w, [is_first, last]);
+                        });
                     });
                     queries.done(w);
                     self.finish(w, &item, &merged.o, merged.totals());

@@ -8,7 +8,7 @@ use crate::attention::forward::features::Features;
 use crate::no_kernel::NoKernel;
 use crate::params::Bindings;
 use crate::parts::arguments::{DeviceTensor, Tensors};
-use crate::parts::merge::{FIRST_COUNTER, PartialArgs};
+use crate::parts::merge::{FIRST_COUNTER, PartialArgs, RUN};
 use crate::parts::modifier::Modifiers;
 use crate::parts::nonfinite::PlainRows;
 use crate::parts::repack;
@@ -99,7 +99,7 @@ impl DecodePlan {
                 [splits, splits * room]
             }
         };
-        Counts { tiles, all: tiles * batch * self.heads[1], splits, room, blocks }
+        Counts { rows: rows.min(ROWS.into()), tiles, all: tiles * batch * self.heads[1], splits, room, blocks }
     }
 
     /// Bytes of counters: one for each tile, after the counters of every launch.
@@ -119,16 +119,55 @@ impl DecodePlan {
         [sums, sums + rows * 8]
     }
 
-    /// Tiles whose splits one CTA computes: whole rounds, which keep all SMs busy for equally long. The remaining tiles are
-    /// handed out by splits, unless they nearly fill a round themselves.
-    fn whole(&self, counts: &Counts, multiprocessors: u64) -> u64 {
+    /// How tiles are divided among the CTAs: whole rounds of tiles that a CTA computes alone, and the rest by the estimate.
+    fn division(&self, counts: &Counts, multiprocessors: u64) -> Division {
         let (rounds, rest) = (counts.all / multiprocessors, counts.all % multiprocessors);
         let enough = self.balancing_rounds();
-        match self.config.whole && counts.splits > 1 {
-            true if rest * 10 >= multiprocessors * 9 && rounds + 1 >= enough => counts.all,
-            true if rounds >= enough => rounds * multiprocessors,
-            _ => 0,
+        let by_splits = Division { whole: 0, each: 1 };
+        if !self.config.whole || counts.splits == 1 {
+            return by_splits;
         }
+        if enough > 1 {
+            let whole = match rest * 10 >= multiprocessors * 9 && rounds + 1 >= enough {
+                true => counts.all,
+                false if rounds >= enough => rounds * multiprocessors,
+                false => 0,
+            };
+            // Three rounds of runs keep SMs busy for about equally long, which pays where partial results are large.
+            let runs = (counts.all - whole) * counts.splits.div_ceil(RUN.into());
+            let by_runs = counts.rows >= 16 && runs >= 3 * multiprocessors;
+            return Division { whole, each: if by_runs { RUN.into() } else { 1 } };
+        }
+        let whole = rounds * multiprocessors;
+        let candidates = [
+            Division { whole: counts.all, each: 1 },
+            Division { whole, each: RUN.into() },
+            Division { whole, each: 1 },
+        ];
+        let time = |division: &Division| self.estimate(counts, multiprocessors, *division);
+        candidates.into_iter().min_by_key(time).unwrap_or(by_splits)
+    }
+
+    /// The time of a division, as the number of bytes that one SM reads in it.
+    fn estimate(&self, counts: &Counts, multiprocessors: u64, Division { whole, each }: Division) -> u64 {
+        /// Of 100 SMs, those that read as fast as memory delivers. An SM of an H200 reads 62 GB/s.
+        const SATURATING: u64 = 60;
+        /// What an item costs beside its keys; what it costs more if it leaves a partial result, and for each row of that.
+        const ITEM: u64 = 60 << 10;
+        const PARTIAL: u64 = 75 << 10;
+        const ROW: u64 = 8 << 10;
+        let row_bytes: u64 = self.features.dims.iter().map(|&d| 2 * u64::from(d)).sum();
+        let split = counts.blocks.div_ceil(counts.splits) * u64::from(self.config.cols) * row_bytes;
+        let phase = |tiles: u64, splits: u64, item: u64| {
+            let items = tiles * counts.splits.div_ceil(splits);
+            let round = |items: u64| {
+                let memory = items * splits * split * 100 / (SATURATING * multiprocessors);
+                if items == 0 { 0 } else { memory.max(splits * split) + item }
+            };
+            items / multiprocessors * round(multiprocessors) + round(items % multiprocessors)
+        };
+        let partial = ITEM + PARTIAL + counts.rows * ROW;
+        phase(whole, counts.splits, ITEM) + phase(counts.all - whole, each, partial)
     }
 
     /// Rounds of whole tiles that keep SMs busy for equally long. A sequence that is longer than the mean keeps its CTA busy for
@@ -193,8 +232,9 @@ impl DecodePlan {
         let [heads, kv_heads] = self.heads;
         let RowTensors { k, v, .. } = facts.row_tensors(&tensors.rows)?;
         let processors = self.together(&counts, multiprocessors.into());
-        let whole = self.whole(&counts, processors);
-        let items = whole + (counts.all - whole) * counts.splits;
+        let Division { whole, each } = self.division(&counts, processors);
+        let parts = counts.splits.div_ceil(each);
+        let items = whole + (counts.all - whole) * parts;
         let call = DecodeCall {
             k,
             v,
@@ -202,7 +242,8 @@ impl DecodePlan {
             common: facts.common(tensors)?,
             items,
             whole,
-            splits: counts.splits,
+            parts,
+            each,
             tiles: counts.tiles,
             kv_heads,
             most_blocks: counts.blocks,
@@ -236,8 +277,19 @@ fn longest(layout: Layout) -> [u64; 2] {
     .map(|n| n as u64)
 }
 
+/// How tiles are divided among CTAs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Division {
+    /// Tiles that a CTA computes alone.
+    whole: u64,
+    /// Splits of the other tiles that a CTA computes: 1, or a run.
+    each: u64,
+}
+
 /// Sizes of a call's schedule.
 struct Counts {
+    /// Rows of a tile.
+    rows: u64,
     /// Tiles of a key/value head.
     tiles: u64,
     /// Tiles of all heads and sequences.

@@ -1,11 +1,11 @@
 //! The schedule of the decode kernel: which splits of which tile a CTA computes.
 //!
-//! An item is one split of a tile, or all splits of a tile. CTA i computes items i, i + grid, and so on; the order of items
+//! An item is one split of a tile, one run of splits, or all splits. CTA i computes items i, i + grid, and so on; the order of items
 //! puts splits of a tile on neighbouring CTAs.
 
 use crate::attention::decode::config::ROWS;
 use crate::parts::mask::{Lengths, Spans};
-use crate::parts::merge::{Slot, UsedQueries};
+use crate::parts::merge::{MOST_SPLITS, Slot, UsedQueries};
 use crate::parts::schedule::{Sequence, Work};
 use crate::parts::sequences::{QueryTile, SequenceOfBatch, Sequences};
 use fulgurite_ptx::{Divisor, Group, Scope, Val, Who};
@@ -29,7 +29,7 @@ impl SplitRule {
     const KEYS: [u32; 2] = [512, 1024];
     /// (rows, log2 of the most splits) for tiles up to that many rows. Tiles with more rows have
     /// 2^[`WANTED_LOG2`](Self::WANTED_LOG2) splits at most.
-    const MOST: [(u32, u32); 1] = [(ROWS, 4)];
+    const MOST: [(u32, u32); 1] = [(ROWS, MOST_SPLITS.ilog2())];
 
     /// The rule for a sequence of `rows` packed rows.
     pub fn of(cols: u32, rows: u64) -> SplitRule {
@@ -68,7 +68,7 @@ impl SplitRule {
     }
 }
 
-/// Splits of a tile that a CTA computes: one of them, or all.
+/// Splits of a tile that a CTA computes: one of them, a run, or all.
 #[derive(Clone, Copy)]
 pub(super) struct Item<'k> {
     pub slot: Slot<'k>,
@@ -108,8 +108,10 @@ pub(super) struct Schedule<'k> {
     pub items: Val<'k, u32>,
     /// The first items, which are all splits of a tile.
     pub whole: Option<Val<'k, u32>>,
-    /// Splits that items count for every tile.
-    pub splits: Divisor<'k>,
+    /// Items that are counted for every other tile.
+    pub parts: Divisor<'k>,
+    /// Splits of such an item, if it may be a run: 1 or a run.
+    pub each: Option<Val<'k, u32>>,
     /// Tiles of a head of k and v.
     pub tiles: Divisor<'k>,
     pub kv_heads: Divisor<'k>,
@@ -123,34 +125,34 @@ pub(super) struct Schedule<'k> {
     pub cols: u32,
 }
 
-/// The tile and split of an item.
+/// The tile and part of an item.
 struct ItemNumber<'k> {
     tile: Val<'k, u32>,
-    split: Val<'k, u32>,
+    part: Val<'k, u32>,
     /// Whether the item is all splits of the tile.
     all: Option<Val<'k, bool>>,
 }
 
 impl<'k> Schedule<'k> {
-    /// Items come in this order: whole tiles, then splits of a tile; tiles of a head, heads, batches.
+    /// Items come in this order: whole tiles, then parts of a tile; tiles of a head, heads, batches.
     fn number(&self, item: Val<'k, u32>) -> ItemNumber<'k> {
         match self.whole {
             Some(whole) => {
                 let all = item.lt(whole);
-                let [tile, split] = self.splits.div_rem(item - whole);
+                let [tile, part] = self.parts.div_rem(item - whole);
                 let tile = all.select::<u32>(item, whole + tile);
-                ItemNumber { tile, split: all.select::<u32>(0, split), all: Some(all) }
+                ItemNumber { tile, part: all.select::<u32>(0, part), all: Some(all) }
             }
             None => {
-                let [tile, split] = self.splits.div_rem(item);
-                ItemNumber { tile, split, all: None }
+                let [tile, part] = self.parts.div_rem(item);
+                ItemNumber { tile, part, all: None }
             }
         }
     }
 
     /// An item by its number.
     fn find<W: Who>(&self, w: &Scope<'k, W>, item: Val<'k, u32>) -> Item<'k> {
-        let ItemNumber { tile, split, all: takes_all } = self.number(item);
+        let ItemNumber { tile, part, all: takes_all } = self.number(item);
         let [pair, up] = self.tiles.div_rem(tile);
         let [batch, head] = self.kv_heads.div_rem(pair);
         let row = up * ROWS;
@@ -174,8 +176,11 @@ impl<'k> Schedule<'k> {
         }
         let [each, count] = SplitRule::in_kernel(self.cols, q_len * group, end - start);
         let used = sequence.map(|s| UsedQueries { start: s.q_start, count: s.q_len });
-        let ours = [split, takes_all.map_or(split + 1, |all| all.select::<u32>(count, split + 1))];
-        let slot = Slot { tile, ours, splits: count, batch, head, row, rows, used };
+        let each_part = self.each.unwrap_or(part.literal(1));
+        let split = part * each_part;
+        let past = self.each.map_or(split + 1, |each| (split + each).min(count));
+        let ours = [split, takes_all.map_or(past, |all| all.select::<u32>(count, past))];
+        let slot = Slot { tile, ours, splits: count, each: each_part, batch, head, row, rows, used };
         Item { slot, queries, tile_blocks: [start, end], each, lengths, sequence }
     }
 
@@ -195,18 +200,13 @@ impl<'k> Schedule<'k> {
         });
     }
 
-    /// Runs `f` for the key blocks of each split of an item.
+    /// Runs `f` for each split of an item.
     #[track_caller]
-    pub fn each_split<W: Who>(
-        &self,
-        w: &Scope<'k, W>,
-        item: &Item<'k>,
-        f: impl FnOnce(&Scope<'k, W>, [Val<'k, u32>; 2]),
-    ) {
+    pub fn each_split<W: Who>(&self, w: &Scope<'k, W>, item: &Item<'k>, f: impl FnOnce(&Scope<'k, W>, Val<'k, u32>)) {
         let [first, end] = item.slot.ours;
         match self.whole {
-            Some(_) => w.each(first, end, 1, |w, split| f(w, item.blocks(split))),
-            None => f(w, item.blocks(first)),
+            Some(_) => w.each(first, end, 1, f),
+            None => f(w, first),
         }
     }
 
