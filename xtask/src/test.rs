@@ -38,7 +38,7 @@ pub fn run(report: &mut Report, extent: Extent) {
     let ptxas = kernels::assembler(report);
     report.step("unit and integration tests", || {
         let tests: &[&str] = if works(cargo(&["nextest", "--version"]).env_remove("CARGO_TERM_COLOR")) {
-            &["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"]
+            &["nextest", "run", "--workspace"]
         } else {
             &["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]
         };

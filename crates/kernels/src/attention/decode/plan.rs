@@ -360,6 +360,29 @@ mod tests {
         assert_eq!([blocks(33, 8), blocks(4, 8), blocks(3, 200)], [132; 3]);
     }
 
+    /// Divisions that an H200 was measured to be fastest with (lab 004, experiments 52 and 53).
+    #[test]
+    fn tiles_are_divided_as_measured() {
+        let division = |sizes: [usize; 3], heads: [usize; 2], dim: usize| {
+            let plan = plan(sizes, heads, [dim; 2], Mask::none());
+            let decode = plan.decode().unwrap();
+            let counts = decode.counts();
+            let Division { whole, each } = decode.division(&counts, decode.together(&counts, 132));
+            (whole, if whole == counts.all { 0 } else { each })
+        };
+        let run = u64::from(RUN);
+        for (batch, want) in [(1, (0, 1)), (2, (0, 1)), (6, (0, run)), (8, (0, run)), (12, (96, 0)), (16, (128, 0))] {
+            for queries in [1, 4, 16] {
+                assert_eq!(division([batch, queries, 8192], [32, 8], 128), want, "{batch} x {queries}");
+            }
+        }
+        // Large partial results are worth half as many of them.
+        assert_eq!([1, 16].map(|queries| division([4, queries, 8192], [32, 8], 128)), [(0, 1), (0, run)]);
+        // A last round of a few whole tiles would take as long as a full one.
+        assert_eq!(division([17, 1, 5000], [64, 8], 64), (128, 1));
+        assert_eq!(division([5, 1, 5000], [32, 32], 128), (128, 1));
+    }
+
     #[test]
     fn memory_for_partial_results_is_wanted_where_there_are_any() {
         let plan = |k_len, mask| plan([1, 1, k_len], [4, 1], [64, 128], mask);

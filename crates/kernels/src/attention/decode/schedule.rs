@@ -13,9 +13,9 @@ use fulgurite_ptx::{Divisor, Group, Scope, Val, Who};
 /// How the key blocks of a tile are divided into splits. The rule depends only on the sequence's own lengths, so that
 /// results are bitwise the same alone and in a batch.
 ///
-/// A tile has about 8 splits of 512 to 1024 keys. An SM reads a tenth of a terabyte per second, so half of the SMs already
-/// saturate memory, and shorter splits cost more to merge than they save. Long sequences have up to 16 longer splits: the
-/// last CTA reads the results of all others.
+/// A tile has about 8 splits of 512 to 1024 keys. 60 % of the SMs read as fast as memory delivers, so shorter splits cost more
+/// to merge than they save. Long sequences have up to 16 longer splits, because the last CTA may read the results of all
+/// others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SplitRule {
     /// Keys of a key block.
