@@ -435,22 +435,20 @@ pub struct Merged<'k, A = Acc<'k>> {
     pub o: A,
     max: Vec<Var<'k, f32>>,
     sum: Vec<Var<'k, f32>>,
-    /// o of the earlier runs: element i of thread t is at 128 i + t.
+    /// o of the earlier runs, then their maxima and sums: number i of thread t is at 128 i + t.
     earlier: Shared<'k, f32>,
-    /// Their maxima and sums.
-    earlier_totals: [Vec<Var<'k, f32>>; 2],
 }
 
 impl<'k, A: RowView<'k>> Merged<'k, A> {
     /// Elements of shared memory for results with this number of columns.
     pub fn shared_elements(cols: u32) -> u32 {
-        ROWS_OF_GROUP * cols
+        ROWS_OF_GROUP * cols + 2 * 128 * A::ROWS as u32
     }
 
     /// Merged splits in the accumulators `o`.
     pub fn new(w: &Scope<'k, Group>, o: A, earlier: Shared<'k, f32>) -> Self {
         let rows = || (0..A::ROWS).map(|_| w.var(0.0f32)).collect();
-        Merged { max: rows(), sum: rows(), o, earlier, earlier_totals: [rows(), rows()] }
+        Merged { max: rows(), sum: rows(), o, earlier }
     }
 
     /// Prepares for the first split of a run.
@@ -486,13 +484,15 @@ impl<'k, A: RowView<'k>> Merged<'k, A> {
     pub fn end_run(&self, w: &Scope<'k, Group>, [first, last]: [Val<'k, bool>; 2]) {
         let elements = || self.o.elements().enumerate();
         let at = |i: usize| w.thread_in_group() + 128 * i as u32;
+        let count = self.o.elements().count();
+        let (of_max, of_sum) = (|row: usize| count + row, |row: usize| count + A::ROWS + row);
         w.choose(
             first,
             // Merging begins with the result of no keys, which makes -0 to 0.
             |_| elements().for_each(|(i, x)| self.o.set(i, x + 0.0)),
             |w| {
                 let weights = |i: usize| {
-                    let [max, sum] = [0, 1].map(|which: usize| self.earlier_totals[which][i].get());
+                    let [max, sum] = [of_max(i), of_sum(i)].map(|i| self.earlier.load(w, at(i)));
                     let weights = Weights::of(max, self.max[i].get());
                     self.max[i].set(weights.max);
                     self.sum[i].set(weights.add(sum, self.sum[i].get()));
@@ -503,8 +503,9 @@ impl<'k, A: RowView<'k>> Merged<'k, A> {
             },
         );
         w.when(!last, |w| {
-            for (kept, now) in self.earlier_totals.iter().zip([&self.max, &self.sum]) {
-                kept.iter().zip(now).for_each(|(kept, now)| kept.set(now.get()));
+            for i in 0..A::ROWS {
+                self.earlier.store(w, at(of_max(i)), self.max[i].get());
+                self.earlier.store(w, at(of_sum(i)), self.sum[i].get());
             }
             elements().for_each(|(i, x)| self.earlier.store(w, at(i), x));
         });

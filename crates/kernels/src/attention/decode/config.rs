@@ -1,7 +1,9 @@
 //! The tile configuration of the decode kernel.
 
 use crate::attention::forward::features::Features;
+use crate::parts::merge::Merged;
 use fulgurite_core::Rescale;
+use fulgurite_ptx::Acc;
 
 /// Rows per tile: the rows that a warpgroup multiplies.
 pub const ROWS: u32 = 64;
@@ -36,7 +38,7 @@ impl DecodeConfig {
         let queries = if d > 128 { 1 } else { 2 };
         // Merging in registers needs a second o, which fits up to 128 columns.
         let whole = dv <= 128;
-        let earlier_bytes = if whole { ROWS * dv * 4 } else { 0 };
+        let earlier_bytes = if whole { 4 * Merged::<Acc<'_>>::shared_elements(dv) } else { 0 };
         let [queries_bytes, stage_bytes] = [ROWS * d * 2 * queries, cols * (d + dv) * 2];
         let wanted = (IN_FLIGHT / stage_bytes).clamp(3, 8);
         let depth = wanted.min((BYTES - queries_bytes - earlier_bytes) / stage_bytes).max(2);
