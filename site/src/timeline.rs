@@ -1,7 +1,7 @@
 //! Timelines of kernels: the spans of one CTA by the simulator's clock, each with its Rust line and the PTX of that line.
 
 use fulgurite::gpu::{Target, kernels};
-use fulgurite::sim::{Options, Order, Period, Sizes, Track, simulate};
+use fulgurite::sim::{Interleaving, Options, Period, Sizes, Track, simulate};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
@@ -12,7 +12,7 @@ const MOST_PTX: usize = 14;
 
 /// What the page of a kernel shows.
 pub fn of(root: &Path, name: &str, sizes: &Sizes) -> Result<Value, Box<dyn Error>> {
-    let done = simulate(name, sizes, &Options { order: Order::Timed, ..Options::default() })?;
+    let done = simulate(name, sizes, &Options { order: Interleaving::Timed, ..Options::default() })?;
     if let Some(finding) = done.report.findings.first() {
         return Err(format!("{name}: {finding}").into());
     }

@@ -7,8 +7,8 @@ use crate::{Failure, io, json, progress, say, terminal};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::gpu::{self, Gpu, kernels};
 use fulgurite::sim::{
-    Adder, Architecture, Counts, Device, Number, Options, Order, Report, Sim, SimError, Sizes, Timeline, compare,
-    fit_adders, simulate, takes,
+    Adder, Architecture, Counts, Device, Interleaving, Number, Options, Report, Sim, SimError, Sizes, Timeline,
+    compare, fit_adders, simulate, takes,
 };
 use fulgurite_core::random::Rng;
 use maud::html;
@@ -167,7 +167,7 @@ fn counters(report: &Report, architecture: &Architecture) -> Table {
 
 /// Runs again with the clock.
 fn timeline(args: &SimArgs) -> Result<Timeline, Failure> {
-    let options = Options { seed: args.seed, order: Order::Timed, ..Options::default() };
+    let options = Options { seed: args.seed, order: Interleaving::Timed, ..Options::default() };
     let done = simulate(&args.name, &args.sizes(), &options).map_err(failure)?;
     Ok(done.report.timeline.unwrap_or_default())
 }

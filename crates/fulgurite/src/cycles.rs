@@ -10,7 +10,7 @@ use crate::engine::{Engine, Run};
 use crate::profile::Tables;
 use fulgurite_core::{DType, Inputs, Problem, ProblemBuilder, Saved, Tensor};
 use fulgurite_ptx::{Arch, Kernel, Target};
-use fulgurite_sim::{Architecture, Options, Order, Sim};
+use fulgurite_sim::{Architecture, Interleaving, Options, Sim};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::Arc;
@@ -82,7 +82,8 @@ impl Played<'_> {
         let mut rates = Architecture::of(&self.target.arch);
         rates.arch = Arch { sms: self.cluster, ..self.target.arch };
         let resident = self.ctas_per_sm as u32;
-        let options = Options { order: Order::Timed, checks: false, arithmetic: false, resident, ..Options::default() };
+        let options =
+            Options { order: Interleaving::Timed, checks: false, arithmetic: false, resident, ..Options::default() };
         let sim = Arc::new(Sim::with_rates(Target { arch: rates.arch, ..self.target }, rates, options));
         let engine = engine(sim.clone());
         let zeros = |shape: &[usize]| Tensor::zeros(problem.dtype(), shape);

@@ -14,8 +14,8 @@ pub use fulgurite_ptx::device::Device;
 pub use fulgurite_ptx::model::{Adder, Exponent, Rounding};
 pub use fulgurite_ptx::product::Number;
 pub use fulgurite_sim::{
-    Architecture, Counts, Fault, Finding, Line, Options, Order, Party, Period, Report, Sim, TensorOrder, Timeline,
-    Track,
+    Architecture, Counts, Fault, Finding, Interleaving, Line, Options, Party, Period, Report, Sim, TensorOrder,
+    Timeline, Track,
 };
 
 use crate::device::{CheckedCall, Session, TensorsOf};

@@ -91,7 +91,7 @@ pub enum Scope {
 
 /// Memory order of an access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Order {
+pub enum MemoryOrder {
     /// No order: something else must order two such accesses of different threads.
     Weak,
     /// Atomic, but orders no other access.
@@ -112,9 +112,9 @@ pub enum Mbarrier {
     /// Ends the mbarrier's lifetime.
     Invalidate,
     /// Counts this many arrivals.
-    Arrive(u32, Order),
+    Arrive(u32, MemoryOrder),
     /// Adds bytes to the expected count, then arrives once.
-    ArriveExpect(u32, Order),
+    ArriveExpect(u32, MemoryOrder),
     /// Adds bytes to the expected count.
     Expect(u32),
     /// Reports delivered bytes.
@@ -154,7 +154,7 @@ pub enum Group {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fence {
     /// Orders the thread's own accesses, within a scope.
-    Thread(Order),
+    Thread(MemoryOrder),
     /// Orders the thread's accesses with those of the copy engine and the tensor cores, in this space or (`None`) in
     /// all.
     Proxy(Option<Space>),
@@ -305,22 +305,22 @@ pub trait Machine {
     /// Maps a shared-memory address to the corresponding address in another CTA of the cluster.
     fn peer(&mut self, shared: u32, rank: u32) -> u32;
     /// Reads memory for one lane.
-    fn load(&mut self, lane: u32, at: MemoryAddress, order: Order, bytes: &mut [u8]);
+    fn load(&mut self, lane: u32, at: MemoryAddress, order: MemoryOrder, bytes: &mut [u8]);
     /// Writes memory for one lane.
-    fn store(&mut self, lane: u32, at: MemoryAddress, order: Order, bytes: &[u8]);
+    fn store(&mut self, lane: u32, at: MemoryAddress, order: MemoryOrder, bytes: &[u8]);
     /// Reads, changes and writes an element of up to 8 bytes atomically, and returns the old value.
     fn update(
         &mut self,
         lane: u32,
         at: MemoryAddress,
-        order: Order,
+        order: MemoryOrder,
         bytes: u32,
         change: &mut dyn FnMut(u64) -> u64,
     ) -> u64;
     /// Performs an operation on an mbarrier.
     fn mbarrier(&mut self, lane: u32, at: MemoryAddress, what: Mbarrier);
     /// Whether the phase with this parity is complete. A machine may answer no for a while after completion.
-    fn mbarrier_done(&mut self, lane: u32, at: MemoryAddress, parity: u32, order: Order) -> bool;
+    fn mbarrier_done(&mut self, lane: u32, at: MemoryAddress, parity: u32, order: MemoryOrder) -> bool;
     /// Starts an asynchronous copy.
     fn transfer(&mut self, lane: u32, what: Transfer);
     /// Starts a product of the warpgroup.

@@ -170,7 +170,7 @@ impl<'k, const M: usize> RowView<'k> for WarpAcc<'k, M> {
 
 /// The two operands of a product.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Side {
+enum Factor {
     A,
     B,
 }
@@ -197,14 +197,14 @@ impl<'k> Blocks<'k> {
         operand: TileOperand<'k>,
         first: Val<'k, u32>,
         count: u32,
-        side: Side,
+        side: Factor,
     ) -> Self {
         let shape = operand.tile().shape();
         let (line, units) = (shape.swizzle.line(), shape.swizzle.line() / 32);
         let lane = w.lane();
         // `ldmatrix` loads four matrices of 8 x 16 bytes. For A the first two differ in rows, for B in the summed
         // dimension. Tiles that are contiguous along the other dimension are loaded transposed, which swaps the two.
-        let rows_first = (side == Side::A) == (operand.major() == Major::Inner);
+        let rows_first = (side == Factor::A) == (operand.major() == Major::Inner);
         let (row, unit) = match rows_first {
             true => (lane & 15, lane >> 4),
             false => ((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1),
@@ -340,7 +340,7 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
             ));
             return;
         }
-        let right = Blocks::new(self, b, b_first, acc.cols / BLOCK, Side::B);
+        let right = Blocks::new(self, b, b_first, acc.cols / BLOCK, Factor::B);
         for step in 0..a.cols() / BLOCK {
             // Four pairs of each block: two rows of the step's first eight columns, then of its last eight.
             let pair = |columns: u32, block: usize, row: usize| a.regs()[2 * (columns as usize * M + block) + row];
@@ -396,8 +396,8 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
             ));
             return;
         }
-        let left = Blocks::new(self, a, a_first, M as u32, Side::A);
-        let right = Blocks::new(self, b, b_first, acc.cols / BLOCK, Side::B);
+        let left = Blocks::new(self, a, a_first, M as u32, Factor::A);
+        let right = Blocks::new(self, b, b_first, acc.cols / BLOCK, Factor::B);
         for step in 0..inner / numbers[0].depth() {
             let mut lefts = Vec::new();
             for block in 0..M {

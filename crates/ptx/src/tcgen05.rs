@@ -320,7 +320,7 @@ pub struct TensorProduct {
 
 /// The side of a synchronisation on which a fence of tensor memory stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
+pub enum FenceSide {
     /// Before the thread signals.
     Before,
     /// After the thread has waited.
@@ -376,7 +376,7 @@ pub enum TensorAction {
     /// Waits for the warp's stores.
     WaitStores,
     /// Orders the thread's accesses with a synchronisation of threads.
-    Fence(Side),
+    Fence(FenceSide),
 }
 
 #[cfg(test)]

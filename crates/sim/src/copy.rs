@@ -5,7 +5,7 @@ use crate::clock::Part;
 use crate::counters::Traffic;
 use crate::finding::Fault;
 use crate::mbarrier::{BarAt, User};
-use crate::options::Order;
+use crate::options::Interleaving;
 use crate::reduce::combine;
 use crate::shadow::{Access, Proxy, Toucher, Who};
 use crate::world::{Cluster, Event, SHARED_BASE, Snapshot, Status, Wait, World};
@@ -133,8 +133,8 @@ impl World<'_> {
         let id = self.next_copy;
         self.next_copy += 1;
         match self.options.order {
-            Order::Random => self.later(Event::Read(id)),
-            Order::Timed => self.at(now, Event::Read(id)),
+            Interleaving::Random => self.later(Event::Read(id)),
+            Interleaving::Timed => self.at(now, Event::Read(id)),
         }
         self.copies.insert(id, copy);
         id
@@ -208,8 +208,8 @@ impl World<'_> {
         }
         copy.read = true;
         let time = match self.options.order {
-            Order::Random => None,
-            Order::Timed => Some(self.copy_time(&copy)),
+            Interleaving::Random => None,
+            Interleaving::Timed => Some(self.copy_time(&copy)),
         };
         self.copies.insert(id, copy);
         match time {
@@ -311,8 +311,8 @@ impl World<'_> {
         }
         self.copies.insert(id, copy);
         match self.options.order {
-            Order::Random => self.later(Event::Complete(id)),
-            Order::Timed => {
+            Interleaving::Random => self.later(Event::Complete(id)),
+            Interleaving::Timed => {
                 let time = self.now;
                 self.at(time, Event::Complete(id));
             }

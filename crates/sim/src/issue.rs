@@ -3,7 +3,7 @@
 use crate::copy::{AfterCopies, Copy, End, Tells, box_runs, key};
 use crate::finding::Fault;
 use crate::mbarrier::BarAt;
-use crate::options::Order;
+use crate::options::Interleaving;
 use crate::shadow::{Access, Proxy, Who};
 use crate::timeline::Multiply;
 use crate::view::View;
@@ -309,8 +309,8 @@ impl View<'_, '_> {
             self.cluster.pending += 1;
             let event = Event::Product(self.cluster.id, rank as u32, group as u32);
             match self.world.options.order {
-                Order::Random => self.world.later(event),
-                Order::Timed => {
+                Interleaving::Random => self.world.later(event),
+                Interleaving::Timed => {
                     let flops = 2 * 64 * u64::from(n) * u64::from(number.depth());
                     let operand_bytes = u64::from(n) * 32 + if in_memory { 2048 } else { 0 };
                     let what = Multiply { number, flops, operand_bytes };

@@ -65,6 +65,6 @@ mod world;
 pub use architecture::Architecture;
 pub use counters::Counts;
 pub use finding::{Fault, Finding, Line, Party};
-pub use options::{Options, Order, TensorOrder};
+pub use options::{Interleaving, Options, TensorOrder};
 pub use sim::{Report, Sim};
 pub use timeline::{Period, Timeline, Track};

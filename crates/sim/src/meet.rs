@@ -6,7 +6,7 @@ use crate::mbarrier::{BarAt, User};
 use crate::view::View;
 use crate::world::{Cluster, Named, Status, Wait, World, access_of};
 use fulgurite_ptx::inst::Space;
-use fulgurite_ptx::machine::{Fence, Mbarrier, Meeting, MemoryAddress, Order, Scope};
+use fulgurite_ptx::machine::{Fence, Mbarrier, Meeting, MemoryAddress, MemoryOrder, Scope};
 
 /// Executes a fence for the warp.
 pub(crate) fn fence(v: &mut View<'_, '_>, what: Fence) {
@@ -156,8 +156,8 @@ pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, what:
     let far = at.rank != v.warp.rank;
     let access = access_of(v.warp, v.block_index(), v.warp.pc, true);
     // A release among the threads of the CTA tells another CTA what is finished, and no more.
-    let releases = |order: Order| match order {
-        Order::Release(scope) | Order::AcquireRelease(scope) => !far || scope != Scope::Block,
+    let releases = |order: MemoryOrder| match order {
+        MemoryOrder::Release(scope) | MemoryOrder::AcquireRelease(scope) => !far || scope != Scope::Block,
         _ => false,
     };
     let now = v.warp.now;
@@ -181,7 +181,13 @@ pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, what:
 }
 
 /// Whether a phase is over. If not, the warp waits until asking again can succeed.
-pub(crate) fn mbarrier_done(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, parity: u32, order: Order) -> bool {
+pub(crate) fn mbarrier_done(
+    v: &mut View<'_, '_>,
+    lane: u32,
+    at: MemoryAddress,
+    parity: u32,
+    order: MemoryOrder,
+) -> bool {
     let Some(there) = v.resolve(lane, at, 8) else { return true };
     let at = BarAt { rank: there.rank, offset: there.offset };
     let access = access_of(v.warp, v.block_index(), v.warp.pc, true);
@@ -190,7 +196,7 @@ pub(crate) fn mbarrier_done(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, 
     match v.world.bar_over(v.cluster, at, parity, patient, &user) {
         Ok((told, comp, phase, over)) => {
             v.warp.now = v.warp.now.max(over);
-            if matches!(order, Order::Acquire(_) | Order::AcquireRelease(_)) {
+            if matches!(order, MemoryOrder::Acquire(_) | MemoryOrder::AcquireRelease(_)) {
                 v.warp.clock.join(&told);
                 v.warp.clock.raise(&[Part::Memory, Part::Done], comp, phase);
             } else {

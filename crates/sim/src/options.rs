@@ -2,7 +2,7 @@
 
 /// The order in which warps and asynchronous operations take turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Order {
+pub enum Interleaving {
     /// Random, by the seed, and adversarial: copies and products finish as late or as early as they may.
     Random,
     /// By an approximate clock, for a timeline.
@@ -28,7 +28,7 @@ pub struct Options {
     /// Whether memory, barriers and registers are checked.
     pub checks: bool,
     /// The order of turns.
-    pub order: Order,
+    pub order: Interleaving,
     /// Number of clusters that run at the same time at first; more are admitted if those wait for others.
     pub resident: u32,
     /// What orders accesses to tensor memory.
@@ -43,7 +43,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        let (order, tensor) = (Order::Random, TensorOrder::Queue);
+        let (order, tensor) = (Interleaving::Random, TensorOrder::Queue);
         Options {
             seed: 0,
             budget: 1 << 32,

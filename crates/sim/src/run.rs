@@ -4,7 +4,7 @@ use crate::clock::Part;
 use crate::counters::warp_product;
 use crate::finding::Fault;
 use crate::meet::settle_cluster;
-use crate::options::Order;
+use crate::options::Interleaving;
 use crate::program::Step;
 use crate::shadow::{Memo, Who};
 use crate::view::View;
@@ -43,15 +43,15 @@ impl World<'_> {
             }
             let event = self.events.peek().map(|Reverse((time, ..))| *time);
             let pick = match self.options.order {
-                Order::Random => {
+                Interleaving::Random => {
                     self.now += 1;
                     let n = self.random.below(ready.len() as u64) as usize;
                     ready.get(n).copied()
                 }
-                Order::Timed => ready.iter().copied().min_by_key(|&(c, w)| self.clusters[c].warps[w].now),
+                Interleaving::Timed => ready.iter().copied().min_by_key(|&(c, w)| self.clusters[c].warps[w].now),
             };
             let now = match (self.options.order, pick) {
-                (Order::Timed, Some((c, w))) => self.clusters[c].warps[w].now,
+                (Interleaving::Timed, Some((c, w))) => self.clusters[c].warps[w].now,
                 _ => self.now,
             };
             match (pick, event) {
@@ -61,12 +61,12 @@ impl World<'_> {
                 }
                 (Some((c, w)), _) => {
                     let steps = match self.options.order {
-                        Order::Random => match self.random.below(4) {
+                        Interleaving::Random => match self.random.below(4) {
                             0 => 1 + self.random.below(4),
                             1 => 1 + self.random.below(32),
                             _ => 1 + self.random.below(256),
                         },
-                        Order::Timed => {
+                        Interleaving::Timed => {
                             self.now = self.now.max(now);
                             TIMED_STEPS
                         }

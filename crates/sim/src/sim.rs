@@ -25,7 +25,7 @@ pub struct Report {
     pub roles: Vec<(String, Counts)>,
     /// Number of CTAs in the grid.
     pub blocks: u64,
-    /// Timeline, if [`Order::Timed`](crate::Order::Timed) was requested.
+    /// Timeline, if [`Interleaving::Timed`](crate::Interleaving::Timed) was requested.
     pub timeline: Option<Timeline>,
 }
 
@@ -44,7 +44,7 @@ struct State {
     last: Report,
     /// Counters by the names of kernels.
     counts: BTreeMap<String, Counts>,
-    /// Cycles of all launches of a kernel, by its name, if the order is [`Timed`](crate::Order::Timed).
+    /// Cycles of all launches of a kernel, by its name, if the order is [`Timed`](crate::Interleaving::Timed).
     cycles: BTreeMap<String, u64>,
     /// The first failure on the stream, until a caller asks for it.
     failed: Option<DeviceError>,
@@ -120,7 +120,7 @@ impl Sim {
     }
 
     /// Cycles of all launches of kernels with this name, one after the other; 0 unless the order is
-    /// [`Timed`](crate::Order::Timed).
+    /// [`Timed`](crate::Interleaving::Timed).
     pub fn cycles_of(&self, kernel: &str) -> u64 {
         lock(&self.state).cycles.get(kernel).copied().unwrap_or_default()
     }

@@ -8,7 +8,7 @@ use crate::clock::{Clock, Comp, Part};
 use crate::finding::Fault;
 use crate::mbarrier::{BarAt, User};
 use crate::multiply::{Matrix, Rows};
-use crate::options::{Order, TensorOrder};
+use crate::options::{Interleaving, TensorOrder};
 use crate::shadow::{Access, Conflict, Proxy, Shadow, Toucher, Who};
 use crate::tensor_pair::{PairStep, Waiting};
 use crate::tensor_scales::{ScaleBlock, ScaleCopy};
@@ -20,7 +20,7 @@ use fulgurite_ptx::inst::Reg;
 use fulgurite_ptx::machine::{Machine, MemoryAddress, lanes};
 use fulgurite_ptx::product::Major;
 use fulgurite_ptx::tcgen05::{
-    COLUMNS, CtaGroup, LANES, ProductShape, Side, TensorAction, TensorLeft, TensorProduct, WARP_LANES, descriptor,
+    COLUMNS, CtaGroup, FenceSide, LANES, ProductShape, TensorAction, TensorLeft, TensorProduct, WARP_LANES, descriptor,
     lane_and_column,
 };
 use fulgurite_ptx::{Number, model};
@@ -160,8 +160,8 @@ impl View<'_, '_> {
                     self.world.ledger.completed(completion, comp, time);
                 }
             }
-            TensorAction::Fence(Side::Before) => {}
-            TensorAction::Fence(Side::After) => self.warp.tensor.known = Some(self.warp.clock.clone()),
+            TensorAction::Fence(FenceSide::Before) => {}
+            TensorAction::Fence(FenceSide::After) => self.warp.tensor.known = Some(self.warp.clock.clone()),
         }
     }
 
@@ -204,7 +204,7 @@ impl View<'_, '_> {
             return self.tensor_fault(format!("{columns} columns, and no such range is free: waits for ever"), None);
         };
         self.memory().hold(Held { first, columns, by: access });
-        self.store(lane, to, fulgurite_ptx::machine::Order::Weak, &first.to_le_bytes());
+        self.store(lane, to, fulgurite_ptx::machine::MemoryOrder::Weak, &first.to_le_bytes());
         if let Some(other) = other {
             self.cluster.blocks[self.warp.rank ^ 1].tensor.hold(Held { first, columns, by: other.by });
             self.store_for_peer(&other, there.offset, first);
@@ -458,7 +458,7 @@ impl View<'_, '_> {
         self.world.progress += 1;
         self.warp.tick();
         let event = Event::Tensor(self.cluster.id, rank as u32, at as u32);
-        if self.world.options.order == Order::Random {
+        if self.world.options.order == Interleaving::Random {
             return self.world.later(event);
         }
         let queue = &mut self.cluster.blocks[rank].tensor.queues[at];

@@ -13,7 +13,7 @@ use fulgurite_ptx::Number;
 use fulgurite_ptx::device::Value;
 use fulgurite_ptx::inst::{Class, Op, Reg, Space};
 use fulgurite_ptx::machine::{
-    Fence, Group, Machine, Mbarrier, Meeting, MemoryAddress, Order, Queue, Special, Transfer, lanes,
+    Fence, Group, Machine, Mbarrier, Meeting, MemoryAddress, MemoryOrder, Queue, Special, Transfer, lanes,
 };
 use fulgurite_ptx::product::{Lanes, Product, mma_sync};
 use fulgurite_ptx::tcgen05::TensorAction;
@@ -176,27 +176,27 @@ impl View<'_, '_> {
     }
 
     /// Acquires the knowledge released at an address, before a read.
-    fn acquire(&mut self, address: u64, order: Order) {
-        if order == Order::Weak {
+    fn acquire(&mut self, address: u64, order: MemoryOrder) {
+        if order == MemoryOrder::Weak {
             return;
         }
         let Some(released) = self.world.words.get(&address) else { return };
         match order {
-            Order::Acquire(_) | Order::AcquireRelease(_) => self.warp.clock.join(released),
-            Order::Relaxed(_) | Order::Release(_) => {
+            MemoryOrder::Acquire(_) | MemoryOrder::AcquireRelease(_) => self.warp.clock.join(released),
+            MemoryOrder::Relaxed(_) | MemoryOrder::Release(_) => {
                 let cluster = self.cluster.id;
                 self.warp.seen.get_or_insert_with(|| crate::clock::Clock::new(cluster)).join(released);
             }
-            Order::Weak => unreachable!("bug in fulgurite: a weak access acquires nothing"),
+            MemoryOrder::Weak => unreachable!("bug in fulgurite: a weak access acquires nothing"),
         }
     }
 
     /// Releases knowledge at an address, after a write. An atomic update continues the earlier release sequence.
-    fn release(&mut self, address: u64, order: Order, goes_on: bool) {
+    fn release(&mut self, address: u64, order: MemoryOrder, goes_on: bool) {
         let released = match order {
-            Order::Weak => return,
-            Order::Release(_) | Order::AcquireRelease(_) => Some(self.warp.clock.clone()),
-            Order::Relaxed(_) | Order::Acquire(_) => self.warp.released.clone(),
+            MemoryOrder::Weak => return,
+            MemoryOrder::Release(_) | MemoryOrder::AcquireRelease(_) => Some(self.warp.clock.clone()),
+            MemoryOrder::Relaxed(_) | MemoryOrder::Acquire(_) => self.warp.released.clone(),
         };
         match (released, goes_on) {
             (Some(released), true) => {
@@ -366,12 +366,12 @@ impl Machine for View<'_, '_> {
         (shared & ((1 << WINDOW) - 1)) | rank << WINDOW
     }
 
-    fn load(&mut self, lane: u32, at: MemoryAddress, order: Order, bytes: &mut [u8]) {
+    fn load(&mut self, lane: u32, at: MemoryAddress, order: MemoryOrder, bytes: &mut [u8]) {
         let n = bytes.len() as u32;
         if !self.aligned(lane, at.address, n.into()) {
             return;
         }
-        let strong = order != Order::Weak;
+        let strong = order != MemoryOrder::Weak;
         match at.space {
             Space::Global | Space::Param => {
                 self.acquire(at.address, order);
@@ -398,12 +398,12 @@ impl Machine for View<'_, '_> {
         }
     }
 
-    fn store(&mut self, lane: u32, at: MemoryAddress, order: Order, bytes: &[u8]) {
+    fn store(&mut self, lane: u32, at: MemoryAddress, order: MemoryOrder, bytes: &[u8]) {
         let n = bytes.len() as u32;
         if !self.aligned(lane, at.address, n.into()) {
             return;
         }
-        let strong = order != Order::Weak;
+        let strong = order != MemoryOrder::Weak;
         match at.space {
             Space::Global | Space::Param => {
                 match self.world.memory.find(at.address, n.into()) {
@@ -435,7 +435,7 @@ impl Machine for View<'_, '_> {
         &mut self,
         lane: u32,
         at: MemoryAddress,
-        order: Order,
+        order: MemoryOrder,
         bytes: u32,
         change: &mut dyn FnMut(u64) -> u64,
     ) -> u64 {
@@ -487,7 +487,7 @@ impl Machine for View<'_, '_> {
     fn mbarrier(&mut self, lane: u32, at: MemoryAddress, what: Mbarrier) {
         meet::mbarrier(self, lane, at, what);
     }
-    fn mbarrier_done(&mut self, lane: u32, at: MemoryAddress, parity: u32, order: Order) -> bool {
+    fn mbarrier_done(&mut self, lane: u32, at: MemoryAddress, parity: u32, order: MemoryOrder) -> bool {
         meet::mbarrier_done(self, lane, at, parity, order)
     }
     fn transfer(&mut self, lane: u32, what: Transfer) {

@@ -7,7 +7,7 @@ use crate::counters::Counts;
 use crate::finding::{Fault, Finding, Party};
 use crate::mbarrier::Bar;
 use crate::memory::Memory;
-use crate::options::{Options, Order};
+use crate::options::{Interleaving, Options};
 use crate::program::Program;
 use crate::random::Random;
 use crate::shadow::{Access, Conflict, Ledger, Proxy, Shadow, Who, Why};
@@ -269,7 +269,7 @@ impl<'a> World<'a> {
         args: &'a [Value],
         grid: [u32; 3],
     ) -> Self {
-        let timed = options.order == Order::Timed;
+        let timed = options.order == Interleaving::Timed;
         World {
             program,
             options,

@@ -4,7 +4,7 @@ use crate::common::{Gemm, INNER, SMALL, pipeline, sim};
 use fulgurite_kernels::gemm::GemmConfig;
 use fulgurite_ptx::bf16;
 use fulgurite_ptx::inst::Unit;
-use fulgurite_sim::{Architecture, Counts, Options, Order, Sim, Track};
+use fulgurite_sim::{Architecture, Counts, Interleaving, Options, Sim, Track};
 
 #[test]
 fn gemm_counts_have_closed_forms() {
@@ -53,7 +53,7 @@ fn exponentials_are_counted() {
 /// A timeline shows all roles and units, products do not overlap, and the trace is JSON.
 #[test]
 fn timelines_show_the_pipeline() {
-    let sim = Sim::new(Options { order: Order::Timed, ..Options::default() });
+    let sim = Sim::new(Options { order: Interleaving::Timed, ..Options::default() });
     let worst = pipeline::run(&sim, pipeline::kernel(), 1, 6).unwrap();
     assert!(worst <= 1.0);
     let timeline = sim.report().timeline.unwrap();
@@ -79,7 +79,7 @@ fn timelines_show_the_pipeline() {
     }
     assert!(trace.contains("\"name\":\"copy engine\"") && timeline.svg(0).contains("tensor cores"));
     // The same again is the same.
-    let again = Sim::new(Options { order: Order::Timed, ..Options::default() });
+    let again = Sim::new(Options { order: Interleaving::Timed, ..Options::default() });
     pipeline::run(&again, pipeline::kernel(), 1, 6).unwrap();
     assert_eq!(again.report().timeline.unwrap().spans, timeline.spans);
 }

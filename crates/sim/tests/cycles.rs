@@ -4,7 +4,7 @@
 use crate::common::upload;
 use fulgurite_ptx::device::{Device, Stream, Value};
 use fulgurite_ptx::{Kernel, Major, Number, Sum, Target, TileShape, Val, Warpgroups};
-use fulgurite_sim::{Architecture, Options, Order, Sim};
+use fulgurite_sim::{Architecture, Interleaving, Options, Sim};
 use std::sync::Arc;
 
 /// What a step does with a value.
@@ -30,7 +30,7 @@ fn cycles(kernel: Kernel, ctas: u32) -> u64 {
     let mut rates = Architecture::H200;
     rates.arch.sms = 1;
     let options =
-        Options { order: Order::Timed, checks: false, arithmetic: false, resident: ctas, ..Options::default() };
+        Options { order: Interleaving::Timed, checks: false, arithmetic: false, resident: ctas, ..Options::default() };
     let sim = Sim::with_rates(Target::HOPPER, rates, options);
     let memory = upload(&sim, &[0.0f32; 4096]);
     let (name, module) = (kernel.name.clone(), sim.load(Arc::new(kernel)).unwrap());

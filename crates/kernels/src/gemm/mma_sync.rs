@@ -3,7 +3,7 @@
 //! A CTA computes one tile of C. Its eight warps share the tile, 64 rows and 32 columns each. All warps copy the tiles
 //! of A and B for a later step while they multiply those of the current step.
 
-use crate::gemm::plan::{Gemm, GemmError, Matrix, Side, outer_inner, same};
+use crate::gemm::plan::{Gemm, GemmError, Matrix, MatrixName, outer_inner, same};
 use crate::gemm::{GemmConfig, INNER, Layouts, tile};
 use crate::params::{Bindings, Params, Program};
 use fulgurite_ptx::device::{Launch, Span};
@@ -226,14 +226,14 @@ impl SyncGemm {
         let checks = Gemm { number, layouts, config: GemmConfig::default() };
         let (m, k) = outer_inner(&a, layouts.a);
         let (n, k_of_b) = outer_inner(&b, layouts.b);
-        same("m", (m, Side::A), (c.rows, Side::C))?;
-        same("n", (n, Side::B), (c.cols, Side::C))?;
-        same("k", (k, Side::A), (k_of_b, Side::B))?;
-        same("batch", (a.batch, Side::A), (b.batch, Side::B))?;
-        same("batch", (a.batch, Side::A), (c.batch, Side::C))?;
+        same("m", (m, MatrixName::A), (c.rows, MatrixName::C))?;
+        same("n", (n, MatrixName::B), (c.cols, MatrixName::C))?;
+        same("k", (k, MatrixName::A), (k_of_b, MatrixName::B))?;
+        same("batch", (a.batch, MatrixName::A), (b.batch, MatrixName::B))?;
+        same("batch", (a.batch, MatrixName::A), (c.batch, MatrixName::C))?;
         let mut matrices = Vec::new();
-        for (matrix, side) in [(&a, Side::A), (&b, Side::B), (&c, Side::C)] {
-            let tensor = checks.tensor(matrix, side)?;
+        for (matrix, id) in [(&a, MatrixName::A), (&b, MatrixName::B), (&c, MatrixName::C)] {
+            let tensor = checks.tensor(matrix, id)?;
             matrices.push(Stored { span: matrix.span, row: tensor.strides[0], batch: tensor.strides[1] });
         }
         let (m_tiles, n_tiles) = (m.div_ceil(u64::from(ROWS)), n.div_ceil(u64::from(COLS)));

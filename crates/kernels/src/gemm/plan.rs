@@ -39,7 +39,7 @@ impl Matrix {
 
 /// One of the two factors, or the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
+pub enum MatrixName {
     /// The left factor.
     A,
     /// The right factor.
@@ -48,12 +48,12 @@ pub enum Side {
     C,
 }
 
-impl fmt::Display for Side {
+impl fmt::Display for MatrixName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Side::A => "a",
-            Side::B => "b",
-            Side::C => "c",
+            MatrixName::A => "a",
+            MatrixName::B => "b",
+            MatrixName::C => "c",
         })
     }
 }
@@ -69,18 +69,18 @@ pub enum GemmError {
         got: Number,
     },
     /// A dimension of size 0.
-    #[error("`{side}` has {dimension} = 0, allowed: 1 or more; a product of nothing needs no launch")]
+    #[error("`{matrix}` has {dimension} = 0, allowed: 1 or more; a product of nothing needs no launch")]
     Empty {
         /// Matrix in question.
-        side: Side,
+        matrix: MatrixName,
         /// `rows`, `cols` or `batch`.
         dimension: &'static str,
     },
     /// A dimension that is too large.
-    #[error("`{side}` has {dimension} = {got}, allowed: up to 2^31; split the product")]
+    #[error("`{matrix}` has {dimension} = {got}, allowed: up to 2^31; split the product")]
     Large {
         /// Matrix in question.
-        side: Side,
+        matrix: MatrixName,
         /// `rows`, `cols` or `batch`.
         dimension: &'static str,
         /// Size of the dimension.
@@ -94,17 +94,19 @@ pub enum GemmError {
         /// Its size in the first matrix.
         left: u64,
         /// The first matrix.
-        of: Side,
+        of: MatrixName,
         /// Its size in the second matrix.
         right: u64,
         /// The second matrix.
-        and: Side,
+        and: MatrixName,
     },
     /// Rows or matrices that overlap in memory.
-    #[error("`{side}` has {stride} = {got}, allowed: {least} or more, so that they do not overlap; check the strides")]
+    #[error(
+        "`{matrix}` has {stride} = {got}, allowed: {least} or more, so that they do not overlap; check the strides"
+    )]
     Overlap {
         /// Matrix in question.
-        side: Side,
+        matrix: MatrixName,
         /// `row_stride` or `batch_stride`.
         stride: &'static str,
         /// The stride, in elements.
@@ -114,11 +116,11 @@ pub enum GemmError {
     },
     /// A stride that the copy engine does not support.
     #[error(
-        "`{side}` has {stride} = {got} elements of {bytes} bytes, allowed: multiples of 16 bytes below 2^40; pad it, or copy it"
+        "`{matrix}` has {stride} = {got} elements of {bytes} bytes, allowed: multiples of 16 bytes below 2^40; pad it, or copy it"
     )]
     Stride {
         /// Matrix in question.
-        side: Side,
+        matrix: MatrixName,
         /// `row_stride` or `batch_stride`.
         stride: &'static str,
         /// The stride, in elements.
@@ -127,18 +129,18 @@ pub enum GemmError {
         bytes: u64,
     },
     /// An address that the copy engine does not support.
-    #[error("`{side}` lies at {address:#x}, allowed: multiples of 16 bytes; copy it to an aligned buffer")]
+    #[error("`{matrix}` lies at {address:#x}, allowed: multiples of 16 bytes; copy it to an aligned buffer")]
     Address {
         /// Matrix in question.
-        side: Side,
+        matrix: MatrixName,
         /// The address.
         address: u64,
     },
     /// Memory that is too small.
-    #[error("`{side}` reaches to byte {end} of memory of {bytes} bytes; check sizes and strides")]
+    #[error("`{matrix}` reaches to byte {end} of memory of {bytes} bytes; check sizes and strides")]
     Memory {
         /// Matrix in question.
-        side: Side,
+        matrix: MatrixName,
         /// Byte offset at which the matrices end.
         end: u64,
         /// Size of the memory in bytes.
@@ -146,11 +148,11 @@ pub enum GemmError {
     },
     /// Fewer scales than the elements need.
     #[error(
-        "`{side}` has scales of {got} bytes, allowed: {want} or more, in blocks of 128 rows by 4 scales; pad and reorder them with `ScaleLayout::Tiles128x4`"
+        "`{matrix}` has scales of {got} bytes, allowed: {want} or more, in blocks of 128 rows by 4 scales; pad and reorder them with `ScaleLayout::Tiles128x4`"
     )]
     Scales {
         /// Matrix in question.
-        side: Side,
+        matrix: MatrixName,
         /// Bytes of the memory.
         got: u64,
         /// Bytes of all scales.
@@ -211,43 +213,44 @@ impl Gemm {
         }
         let (m, k) = outer_inner(&a, self.layouts.a);
         let (n, k_of_b) = outer_inner(&b, self.layouts.b);
-        same("m", (m, Side::A), (c.rows, Side::C))?;
-        same("n", (n, Side::B), (c.cols, Side::C))?;
-        same("k", (k, Side::A), (k_of_b, Side::B))?;
-        same("batch", (a.batch, Side::A), (b.batch, Side::B))?;
-        same("batch", (a.batch, Side::A), (c.batch, Side::C))?;
-        let tensors = [self.tensor(&a, Side::A)?, self.tensor(&b, Side::B)?, self.tensor(&c, Side::C)?];
+        same("m", (m, MatrixName::A), (c.rows, MatrixName::C))?;
+        same("n", (n, MatrixName::B), (c.cols, MatrixName::C))?;
+        same("k", (k, MatrixName::A), (k_of_b, MatrixName::B))?;
+        same("batch", (a.batch, MatrixName::A), (b.batch, MatrixName::B))?;
+        same("batch", (a.batch, MatrixName::A), (c.batch, MatrixName::C))?;
+        let tensors =
+            [self.tensor(&a, MatrixName::A)?, self.tensor(&b, MatrixName::B)?, self.tensor(&c, MatrixName::C)?];
         let k_steps = k.div_ceil(u64::from(gemm::INNER)) as u32;
         let (call, blocks) = gemm_call(self, tensors, &c, k_steps, multiprocessors)?;
         Ok(bindings().launch(kernel, [blocks, 1, 1], &call))
     }
 
     /// A matrix as the copy engine sees it: `[inner, row, batch]`.
-    pub(super) fn tensor(&self, matrix: &Matrix, side: Side) -> Result<TensorSpan, GemmError> {
+    pub(super) fn tensor(&self, matrix: &Matrix, id: MatrixName) -> Result<TensorSpan, GemmError> {
         let bytes = u64::from(self.number.bytes());
         let Matrix { span, rows, cols, row_stride, batch, batch_stride } = *matrix;
         for (dimension, got) in [("rows", rows), ("cols", cols), ("batch", batch)] {
             match got {
-                0 => return Err(GemmError::Empty { side, dimension }),
+                0 => return Err(GemmError::Empty { matrix: id, dimension }),
                 1..=MOST => {}
-                _ => return Err(GemmError::Large { side, dimension, got }),
+                _ => return Err(GemmError::Large { matrix: id, dimension, got }),
             }
         }
         if !span.address().is_multiple_of(ALIGN) {
-            return Err(GemmError::Address { side, address: span.address() });
+            return Err(GemmError::Address { matrix: id, address: span.address() });
         }
         let stride = |name, count, got: u64, least: u64| {
             // The stride of an axis of size 1 may be anything. The copy engine still needs a valid one, below 2^40.
             if count == 1 {
                 return Ok((least.min(1 << 36) * bytes).next_multiple_of(ALIGN));
             }
-            let broadcast = name == BATCH_STRIDE && got == 0 && side != Side::C;
+            let broadcast = name == BATCH_STRIDE && got == 0 && id != MatrixName::C;
             if got < least && !broadcast {
-                return Err(GemmError::Overlap { side, stride: name, got, least });
+                return Err(GemmError::Overlap { matrix: id, stride: name, got, least });
             }
             match got.checked_mul(bytes) {
                 Some(good) if good.is_multiple_of(ALIGN) && good < 1 << 40 => Ok(good),
-                _ => Err(GemmError::Stride { side, stride: name, got, bytes }),
+                _ => Err(GemmError::Stride { matrix: id, stride: name, got, bytes }),
             }
         };
         // Sums saturate; no memory is large enough for that to matter.
@@ -256,7 +259,7 @@ impl Gemm {
         let batch_bytes = stride(BATCH_STRIDE, batch, batch_stride, matrix_elems)?;
         let end = (batch - 1).saturating_mul(batch_bytes).saturating_add(matrix_elems.saturating_mul(bytes));
         if end > span.bytes() {
-            return Err(GemmError::Memory { side, end, bytes: span.bytes() });
+            return Err(GemmError::Memory { matrix: id, end, bytes: span.bytes() });
         }
         Ok(TensorSpan {
             span,
@@ -333,8 +336,8 @@ pub(super) fn outer_inner(matrix: &Matrix, major: Major) -> (u64, u64) {
 
 pub(super) fn same(
     dimension: &'static str,
-    (left, of): (u64, Side),
-    (right, and): (u64, Side),
+    (left, of): (u64, MatrixName),
+    (right, and): (u64, MatrixName),
 ) -> Result<(), GemmError> {
     if left == right {
         return Ok(());
@@ -434,7 +437,7 @@ mod tests {
         let launch = gemm.launch(kernel.clone(), given, 132).unwrap();
         check_launch(&launch.kernel, launch.grid, &launch.args).unwrap();
         given[2].batch_stride = 0;
-        assert!(matches!(gemm.launch(kernel, given, 132), Err(GemmError::Overlap { side: Side::C, .. })));
+        assert!(matches!(gemm.launch(kernel, given, 132), Err(GemmError::Overlap { matrix: MatrixName::C, .. })));
     }
 
     /// A change to a valid launch, and the full text of the resulting error.

@@ -4,7 +4,7 @@
 //! products copies them to tensor memory first. Each stage has its own columns there, so a copy never overwrites scales that
 //! a product may still read.
 
-use crate::gemm::plan::{Gemm, GemmError, Matrix, Side, gemm_call, same};
+use crate::gemm::plan::{Gemm, GemmError, Matrix, MatrixName, gemm_call, same};
 use crate::gemm::tcgen05::{self, Stages};
 use crate::gemm::{GemmCall, GemmConfig, GemmParams, INNER, Layouts};
 use crate::params::{Bindings, Params, Program};
@@ -170,17 +170,20 @@ impl ScaledGemm {
         if !matches!(number, Number::F16 | Number::Bf16) {
             return Err(GemmError::Number { got: number });
         }
-        same("m", (a.codes.rows, Side::A), (c.rows, Side::C))?;
-        same("n", (b.codes.rows, Side::B), (c.cols, Side::C))?;
-        same("k", (a.codes.cols, Side::A), (b.codes.cols, Side::B))?;
-        same("batch", (a.codes.batch, Side::A), (b.codes.batch, Side::B))?;
-        same("batch", (a.codes.batch, Side::A), (c.batch, Side::C))?;
+        same("m", (a.codes.rows, MatrixName::A), (c.rows, MatrixName::C))?;
+        same("n", (b.codes.rows, MatrixName::B), (c.cols, MatrixName::C))?;
+        same("k", (a.codes.cols, MatrixName::A), (b.codes.cols, MatrixName::B))?;
+        same("batch", (a.codes.batch, MatrixName::A), (b.codes.batch, MatrixName::B))?;
+        same("batch", (a.codes.batch, MatrixName::A), (c.batch, MatrixName::C))?;
         let layouts = Layouts { a: Major::Inner, b: Major::Inner };
         let of = |number| Gemm { number, layouts, config };
         let codes = of(format.number());
-        let tensors =
-            [codes.tensor(&a.codes, Side::A)?, codes.tensor(&b.codes, Side::B)?, of(number).tensor(&c, Side::C)?];
-        let scales = [scale_tensor(format, &a, Side::A)?, scale_tensor(format, &b, Side::B)?];
+        let tensors = [
+            codes.tensor(&a.codes, MatrixName::A)?,
+            codes.tensor(&b.codes, MatrixName::B)?,
+            of(number).tensor(&c, MatrixName::C)?,
+        ];
+        let scales = [scale_tensor(format, &a, MatrixName::A)?, scale_tensor(format, &b, MatrixName::B)?];
         let k_steps = a.codes.cols.div_ceil(u64::from(LINE)) as u32;
         let (gemm, blocks) = gemm_call(&of(number), tensors, &c, k_steps, multiprocessors)?;
         Ok(bindings().launch(kernel, [blocks, 1, 1], &ScaledCall { gemm, scales }))
@@ -188,16 +191,16 @@ impl ScaledGemm {
 }
 
 /// Scales as the copy engine sees them: `[byte, row of a block, range of 128 rows, batch]`.
-fn scale_tensor(format: ScaledFormat, matrix: &ScaledMatrix, side: Side) -> Result<TensorSpan, GemmError> {
+fn scale_tensor(format: ScaledFormat, matrix: &ScaledMatrix, id: MatrixName) -> Result<TensorSpan, GemmError> {
     let (span, group) = (matrix.scales, u64::from(format.group_bytes()));
     let [rows, groups] = [matrix.codes.rows, matrix.codes.cols.div_ceil(group)];
     let bytes = ScaleLayout::Tiles128x4.size_bytes(rows as usize, groups as usize) as u64;
     let want = bytes * matrix.codes.batch;
     if span.bytes() < want {
-        return Err(GemmError::Scales { side, got: span.bytes(), want });
+        return Err(GemmError::Scales { matrix: id, got: span.bytes(), want });
     }
     if !span.address().is_multiple_of(u64::from(SCALE_ROW)) {
-        return Err(GemmError::Address { side, address: span.address() });
+        return Err(GemmError::Address { matrix: id, address: span.address() });
     }
     let ranges = rows.div_ceil(u64::from(BLOCK));
     let lanes = bytes / ranges / u64::from(SCALE_ROW);

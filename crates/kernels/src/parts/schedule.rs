@@ -199,13 +199,13 @@ impl<'k> Equal<'k> {
     /// Batch and head of a tile, and its index among the head's tiles in row order.
     #[track_caller]
     pub fn find(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
-        let [batch, head, up] = self.place(heads, tile);
+        let [batch, head, up] = self.position(heads, tile);
         [batch, head, self.m_tiles - 1 - up]
     }
 
     /// Batch and head of a tile, and the number of the head's tiles that precede it in the schedule.
     #[track_caller]
-    pub fn place(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
+    pub fn position(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
         let number = self.band.div_rem(tile)[0].min(self.bands);
         let count = Divisor::select(number.lt(self.bands), self.order, self.last);
         let [up, across] = count.div_rem(tile - number * self.band.value());
@@ -409,7 +409,7 @@ pub struct Unequal<'k> {
 }
 
 /// The current sequence while the scheduler walks along a ragged batch.
-pub struct Walk<'k> {
+pub struct RaggedWalk<'k> {
     sequence: Var<'k, u32>,
     /// Index of its first tile.
     first_tile: Var<'k, u32>,
@@ -466,9 +466,9 @@ impl<'k> Unequal<'k> {
     }
 
     /// Starts a walk before the first tile.
-    pub fn start<W: Who>(&self, t: &Scope<'k, W>, rows: u32, heads: Val<'k, u32>) -> Walk<'k> {
+    pub fn start<W: Who>(&self, t: &Scope<'k, W>, rows: u32, heads: Val<'k, u32>) -> RaggedWalk<'k> {
         let [start, room] = self.sides.room(t, self.sides.walked, t.constant(0u32));
-        Walk {
+        RaggedWalk {
             sequence: t.var(0u32),
             first_tile: t.var(0u32),
             tiles: t.var(Self::tiles(room, rows, heads)),
@@ -482,7 +482,7 @@ impl<'k> Unequal<'k> {
     pub fn seek<W: Who>(
         &self,
         t: &Scope<'k, W>,
-        walk: &Walk<'k>,
+        walk: &RaggedWalk<'k>,
         tile: Val<'k, u32>,
         rows: u32,
         heads: Val<'k, u32>,
@@ -502,14 +502,14 @@ impl<'k> Unequal<'k> {
     }
 
     /// Total number of tiles, once the walk has reached its end.
-    pub fn total(walk: &Walk<'k>) -> Val<'k, u32> {
+    pub fn total(walk: &RaggedWalk<'k>) -> Val<'k, u32> {
         walk.first_tile.get() + walk.tiles.get()
     }
 
     /// For a tile of the walk's sequence: the sequence, the head, the number of the head's tiles that precede it in the
     /// schedule, and the number of the head's tiles.
     #[track_caller]
-    pub fn place(&self, walk: &Walk<'k>, tile: Val<'k, u32>, heads: Divisor<'k>) -> [Val<'k, u32>; 4] {
+    pub fn position(&self, walk: &RaggedWalk<'k>, tile: Val<'k, u32>, heads: Divisor<'k>) -> [Val<'k, u32>; 4] {
         let [up, head] = heads.div_rem(tile - walk.first_tile.get());
         [walk.sequence.get(), head, up, heads.div_rem(walk.tiles.get())[0]]
     }
@@ -518,12 +518,12 @@ impl<'k> Unequal<'k> {
     pub fn find<W: Who>(
         &self,
         t: &Scope<'k, W>,
-        walk: &Walk<'k>,
+        walk: &RaggedWalk<'k>,
         tile: Val<'k, u32>,
         heads: Divisor<'k>,
         spans: Option<&Spans>,
     ) -> RaggedTile<'k> {
-        let [sequence, head, up, m_tiles] = self.place(walk, tile, heads);
+        let [sequence, head, up, m_tiles] = self.position(walk, tile, heads);
         // The last rows go first: under a causal mask they have the most keys.
         let sequence_of = self.lengths(t, sequence, [walk.start.get(), walk.room.get()], spans);
         RaggedTile { batch: sequence, head, number: m_tiles - 1 - up, sequence: sequence_of }

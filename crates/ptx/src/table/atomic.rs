@@ -5,10 +5,10 @@ use super::memory::{VECTOR, reading};
 use super::sync::scope;
 use crate::inst::Class::{B32, B64, F32};
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, arg, at, loaded, out, stored, word};
-use crate::machine::{Machine, MemoryAddress, Order, Scope, address, lanes, value};
+use crate::machine::{Machine, MemoryAddress, MemoryOrder, Scope, address, lanes, value};
 use crate::model;
 
-const RELAXED: Order = Order::Relaxed(Scope::Device);
+const RELAXED: MemoryOrder = MemoryOrder::Relaxed(Scope::Device);
 /// Operations on 32-bit and 64-bit words.
 const OPERATIONS: &[&str] = &[
     "add.u32", "exch.b32", "min.u32", "max.u32", "min.s32", "max.s32", "and.b32", "or.b32", "xor.b32", "inc.u32",
@@ -34,12 +34,12 @@ const fn updating(
     Inst { effect: Effect::Update(space), allowed: any, ..reading(name, text, operands, space, needs, meaning) }
 }
 
-fn order(word: &str, scope: Scope) -> Order {
+fn order(word: &str, scope: Scope) -> MemoryOrder {
     match word {
-        "acquire" => Order::Acquire(scope),
-        "release" => Order::Release(scope),
-        "acq_rel" => Order::AcquireRelease(scope),
-        _ => Order::Relaxed(scope),
+        "acquire" => MemoryOrder::Acquire(scope),
+        "release" => MemoryOrder::Release(scope),
+        "acq_rel" => MemoryOrder::AcquireRelease(scope),
+        _ => MemoryOrder::Relaxed(scope),
     }
 }
 
@@ -54,7 +54,7 @@ fn change(operation: &str, old: u64, x: u64) -> u64 {
 
 /// Updates one element per lane. Operand `at` is the address and the next operand the value; `to`, if any, receives the
 /// old value.
-fn one(m: &mut dyn Machine, op: &Op, [to, at]: [Option<usize>; 2], space: Space, order: Order, operation: &str) {
+fn one(m: &mut dyn Machine, op: &Op, [to, at]: [Option<usize>; 2], space: Space, order: MemoryOrder, operation: &str) {
     let at = at.unwrap_or(0);
     let bytes = if operation.ends_with("64") { 8 } else { 4 };
     for lane in lanes(m.active()) {
@@ -133,7 +133,7 @@ pub static ATOM_SHARED: Inst = updating(
     &[out("d", B32), at("a", Space::Shared), arg("x", B32), word("o", OPERATIONS)],
     Space::Shared,
     Needs::AMPERE,
-    |m, op| one(m, op, TO, Space::Shared, Order::Relaxed(Scope::Block), op.word(3)),
+    |m, op| one(m, op, TO, Space::Shared, MemoryOrder::Relaxed(Scope::Block), op.word(3)),
 );
 
 /// d = old value of a word, which becomes `new` if it was `old` (compare and swap).
@@ -207,7 +207,7 @@ pub static RED_SHARED: Inst = updating(
     &[at("a", Space::Shared), arg("x", B32), word("o", REDUCTIONS)],
     Space::Shared,
     Needs::AMPERE,
-    |m, op| one(m, op, AWAY, Space::Shared, Order::Relaxed(Scope::Block), op.word(2)),
+    |m, op| one(m, op, AWAY, Space::Shared, MemoryOrder::Relaxed(Scope::Block), op.word(2)),
 );
 
 /// Combines a word of shared memory of any CTA of the cluster with x.
@@ -217,7 +217,7 @@ pub static RED_CLUSTER: Inst = updating(
     &[at("a", Space::Cluster), arg("x", B32), word("o", REDUCTIONS)],
     Space::Cluster,
     Needs::HOPPER,
-    |m, op| one(m, op, AWAY, Space::Cluster, Order::Relaxed(Scope::Cluster), op.word(2)),
+    |m, op| one(m, op, AWAY, Space::Cluster, MemoryOrder::Relaxed(Scope::Cluster), op.word(2)),
 );
 
 /// Adds a float to global memory. Each addition rounds and flushes subnormals; the order of additions is undefined.
@@ -263,7 +263,7 @@ pub static RED_RELEASE: Inst = updating(
     &[at("a", Space::Global), arg("x", B32)],
     Space::Global,
     Needs::AMPERE,
-    |m, op| one(m, op, AWAY, Space::Global, Order::Release(Scope::Device), "add.u32"),
+    |m, op| one(m, op, AWAY, Space::Global, MemoryOrder::Release(Scope::Device), "add.u32"),
 );
 
 /// All rows of this family.

@@ -5,7 +5,7 @@
 use super::memory::{VECTOR, load, reading, store, writing};
 use crate::inst::Class::{B32, B64, F32};
 use crate::inst::{Effect, Inst, Needs, Space, Unit, arg, at, loaded, out, stored, word};
-use crate::machine::{Order, each};
+use crate::machine::{MemoryOrder, each};
 
 const POLICIES: &[&str] = &["evict_first", "evict_normal", "evict_last", "evict_unchanged"];
 
@@ -18,7 +18,7 @@ pub static LD_GLOBAL_CONST: Inst = Inst {
         &[loaded("d", B32), at("a", Space::Global), word("v", VECTOR)],
         Space::Global,
         Needs::from((7, 4), 80),
-        |m, op| load(m, op, Space::Global, Order::Weak),
+        |m, op| load(m, op, Space::Global, MemoryOrder::Weak),
     )
 };
 
@@ -31,7 +31,7 @@ pub static LD_GLOBAL_CACHED: Inst = Inst {
         &[loaded("d", B32), at("a", Space::Global), word("v", VECTOR), word("cache", &[".ca", ".cg", ".cs", ".lu"])],
         Space::Global,
         Needs::AMPERE,
-        |m, op| load(m, op, Space::Global, Order::Weak),
+        |m, op| load(m, op, Space::Global, MemoryOrder::Weak),
     )
 };
 
@@ -45,7 +45,7 @@ pub static ST_GLOBAL_CACHED: Inst = Inst {
         &[at("a", Space::Global), stored("x", B32), word("v", VECTOR), word("cache", &[".wb", ".cg", ".cs", ".wt"])],
         Space::Global,
         Needs::AMPERE,
-        |m, op| store(m, op, Space::Global, Order::Weak),
+        |m, op| store(m, op, Space::Global, MemoryOrder::Weak),
     )
 };
 
@@ -64,7 +64,7 @@ pub static LD_GLOBAL_HINT: Inst = Inst {
         ],
         Space::Global,
         Needs::from((7, 4), 80),
-        |m, op| load(m, op, Space::Global, Order::Weak),
+        |m, op| load(m, op, Space::Global, MemoryOrder::Weak),
     )
 };
 
@@ -77,7 +77,7 @@ pub static ST_GLOBAL_HINT: Inst = Inst {
         &[at("a", Space::Global), stored("x", B32), word("v", VECTOR), arg("policy", B64)],
         Space::Global,
         Needs::from((7, 4), 80),
-        |m, op| store(m, op, Space::Global, Order::Weak),
+        |m, op| store(m, op, Space::Global, MemoryOrder::Weak),
     )
 };
 

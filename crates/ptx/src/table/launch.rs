@@ -3,7 +3,7 @@
 use super::any;
 use crate::inst::Class::{B32, Pred};
 use crate::inst::{Archs, Effect, Inst, Needs, Space, Together, Unit, at, out};
-use crate::machine::{MemoryAddress, Order, address, answered, lanes};
+use crate::machine::{MemoryAddress, MemoryOrder, address, answered, lanes};
 
 const SOURCE: &str = "PTX ISA, parallel synchronization and communication instructions, clusterlaunchcontrol";
 
@@ -44,7 +44,7 @@ pub static QUERY_CANCEL: Inst = Inst {
         for lane in lanes(m.active()) {
             let from = MemoryAddress { space: Space::Shared, address: address(m, lane, op, 2) };
             let mut bytes = [0; 16];
-            m.load(lane, from, Order::Weak, &mut bytes);
+            m.load(lane, from, MemoryOrder::Weak, &mut bytes);
             let first = answered(&bytes);
             if first.is_none() {
                 m.refused(lane);

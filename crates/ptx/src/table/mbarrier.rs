@@ -4,7 +4,7 @@ use super::any;
 use super::sync::scope;
 use crate::inst::Class::{B32, Pred};
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, at, out, word};
-use crate::machine::{Machine, Mbarrier, MemoryAddress, Order, Scope, address, lanes, value};
+use crate::machine::{Machine, Mbarrier, MemoryAddress, MemoryOrder, Scope, address, lanes, value};
 
 const SOURCE: &str = "PTX ISA, parallel synchronization and communication instructions, mbarrier";
 
@@ -28,7 +28,7 @@ fn each(m: &mut dyn Machine, op: &Op, space: Space, f: impl Fn(u32) -> Mbarrier)
     }
 }
 
-const BLOCK: Order = Order::Release(Scope::Block);
+const BLOCK: MemoryOrder = MemoryOrder::Release(Scope::Block);
 
 /// Initialises an mbarrier with `n` expected arrivals per phase.
 pub static INIT: Inst = signal(
@@ -74,7 +74,7 @@ pub static ARRIVE_CLUSTER: Inst = signal(
     "mbarrier.arrive.release.cluster.shared::cluster.b64 _, {bar};",
     &[at("bar", Space::Cluster)],
     Needs::HOPPER,
-    |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, Order::Release(Scope::Cluster))),
+    |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, MemoryOrder::Release(Scope::Cluster))),
 );
 
 /// Arrives once at an mbarrier of any CTA of the cluster, and releases memory to threads of the own CTA alone. For an
@@ -95,7 +95,7 @@ pub static ARRIVE_CLUSTER_RELAXED: Inst = signal(
     "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, {bar};",
     &[at("bar", Space::Cluster)],
     Needs::from((8, 6), 90),
-    |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, Order::Relaxed(Scope::Cluster))),
+    |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, MemoryOrder::Relaxed(Scope::Cluster))),
 );
 
 /// Arrives once, with relaxed order.
@@ -105,7 +105,7 @@ pub static ARRIVE_RELAXED: Inst = signal(
     &[at("bar", Space::Shared), word("scope", SCOPES)],
     Needs::from((8, 6), 90),
     |m, op| {
-        let order = Order::Relaxed(scope(op.word(1)));
+        let order = MemoryOrder::Relaxed(scope(op.word(1)));
         for lane in lanes(m.active()) {
             let place = MemoryAddress { space: Space::Shared, address: address(m, lane, op, 0) };
             m.mbarrier(lane, place, Mbarrier::Arrive(1, order));
@@ -121,7 +121,7 @@ pub static ARRIVE_CLUSTER_COUNT: Inst = signal(
     "mbarrier.arrive.release.cluster.shared::cluster.b64 _, {bar}, {n};",
     &[at("bar", Space::Cluster), arg("n", B32)],
     Needs::HOPPER,
-    |m, op| each(m, op, Space::Cluster, |n| Mbarrier::Arrive(n, Order::Release(Scope::Cluster))),
+    |m, op| each(m, op, Space::Cluster, |n| Mbarrier::Arrive(n, MemoryOrder::Release(Scope::Cluster))),
 );
 
 /// Adds `bytes` to the expected count of an mbarrier of any CTA of the cluster, and arrives there once.
@@ -130,7 +130,7 @@ pub static ARRIVE_EXPECT_CLUSTER: Inst = signal(
     "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, {bar}, {bytes};",
     &[at("bar", Space::Cluster), arg("bytes", B32)],
     Needs::HOPPER,
-    |m, op| each(m, op, Space::Cluster, |bytes| Mbarrier::ArriveExpect(bytes, Order::Release(Scope::Cluster))),
+    |m, op| each(m, op, Space::Cluster, |bytes| Mbarrier::ArriveExpect(bytes, MemoryOrder::Release(Scope::Cluster))),
 );
 
 /// Adds `bytes` to the expected count of an mbarrier of any CTA of the cluster.
@@ -194,7 +194,7 @@ pub static ARRIVE_COPIES: Inst = signal(
     },
 );
 
-fn test(m: &mut dyn Machine, op: &Op, order: Order) {
+fn test(m: &mut dyn Machine, op: &Op, order: MemoryOrder) {
     for lane in lanes(m.active()) {
         let place = MemoryAddress { space: Space::Shared, address: address(m, lane, op, 1) };
         let parity = value(m, lane, op, 2) as u32;
@@ -211,7 +211,7 @@ pub static TRY_WAIT: Inst = Inst {
         "mbarrier.try_wait.parity.shared::cta.b64 {p}, {bar}, {parity};",
         &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32)],
         Needs::HOPPER,
-        |m, op| test(m, op, Order::Acquire(Scope::Block)),
+        |m, op| test(m, op, MemoryOrder::Acquire(Scope::Block)),
     )
 };
 
@@ -223,7 +223,7 @@ pub static TRY_WAIT_CLUSTER: Inst = Inst {
         "mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 {p}, {bar}, {parity};",
         &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32), word("scope", &["cluster"])],
         Needs::HOPPER,
-        |m, op| test(m, op, Order::Acquire(scope(op.word(3)))),
+        |m, op| test(m, op, MemoryOrder::Acquire(scope(op.word(3)))),
     )
 };
 
@@ -235,7 +235,7 @@ pub static TRY_WAIT_RELAXED: Inst = Inst {
         "mbarrier.try_wait.parity.relaxed.{scope}.shared::cta.b64 {p}, {bar}, {parity};",
         &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32), word("scope", SCOPES)],
         Needs::from((8, 6), 90),
-        |m, op| test(m, op, Order::Relaxed(scope(op.word(3)))),
+        |m, op| test(m, op, MemoryOrder::Relaxed(scope(op.word(3)))),
     )
 };
 
@@ -247,7 +247,7 @@ pub static TRY_WAIT_FOR: Inst = Inst {
         "mbarrier.try_wait.parity.shared::cta.b64 {p}, {bar}, {parity}, {ns};",
         &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32), arg("ns", B32)],
         Needs::HOPPER,
-        |m, op| test(m, op, Order::Acquire(Scope::Block)),
+        |m, op| test(m, op, MemoryOrder::Acquire(Scope::Block)),
     )
 };
 
@@ -259,7 +259,7 @@ pub static TEST_WAIT: Inst = Inst {
         "mbarrier.test_wait.parity.shared::cta.b64 {p}, {bar}, {parity};",
         &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32)],
         Needs::HOPPER,
-        |m, op| test(m, op, Order::Acquire(Scope::Block)),
+        |m, op| test(m, op, MemoryOrder::Acquire(Scope::Block)),
     )
 };
 

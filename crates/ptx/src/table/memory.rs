@@ -7,7 +7,7 @@ use crate::inst::{
     Arg, Base, Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, args, at, loaded, out, outs, reg, stored,
     word,
 };
-use crate::machine::{Machine, MemoryAddress, Order, WARP, address, lanes, value};
+use crate::machine::{Machine, MemoryAddress, MemoryOrder, WARP, address, lanes, value};
 
 const SOURCE: &str = "PTX ISA, data movement and conversion instructions";
 /// One register, or two or four for adjacent memory.
@@ -26,7 +26,7 @@ const fn bytes(class: Class) -> u32 {
 }
 
 /// Reads the registers of operand 0 from the address in operand 1.
-pub(super) fn load(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
+pub(super) fn load(m: &mut dyn Machine, op: &Op, space: Space, order: MemoryOrder) {
     let size = bytes(op.list(0)[0].class) as usize;
     let mut data = vec![0; size * op.list(0).len()];
     for lane in lanes(m.active()) {
@@ -43,7 +43,7 @@ pub(super) fn load(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
 }
 
 /// Writes the registers of operand 1 to the address in operand 0.
-pub(super) fn store(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
+pub(super) fn store(m: &mut dyn Machine, op: &Op, space: Space, order: MemoryOrder) {
     let size = bytes(op.list(1)[0].class) as usize;
     let mut data = Vec::with_capacity(size * op.list(1).len());
     for lane in lanes(m.active()) {
@@ -93,11 +93,11 @@ macro_rules! access {
             /// Reads one register, or two or four from adjacent memory.
             pub static $load: Inst = Inst { allowed: |op| op.counts(0, 2), ..reading($ld, $ld_text,
                 &[loaded("d", $class), at("a", Space::$space), word("v", $vector)], Space::$space, $needs,
-                |m, op| load(m, op, Space::$space, Order::Weak)) };
+                |m, op| load(m, op, Space::$space, MemoryOrder::Weak)) };
             /// Writes one register, or two or four to adjacent memory.
             pub static $store: Inst = Inst { allowed: |op| op.counts(1, 2), ..writing($st, $st_text,
                 &[at("a", Space::$space), stored("x", $class), word("v", $vector)], Space::$space, $needs,
-                |m, op| store(m, op, Space::$space, Order::Weak)) };
+                |m, op| store(m, op, Space::$space, MemoryOrder::Weak)) };
         )*
         /// Plain loads and stores.
         pub static ACCESS: &[&Inst] = &[$(&$load, &$store),*];
@@ -138,7 +138,7 @@ pub static LD_GLOBAL_8: Inst = reading(
         for lane in lanes(m.active()) {
             let place = MemoryAddress { space: Space::Global, address: address(m, lane, op, 1) };
             let mut byte = [0];
-            m.load(lane, place, Order::Weak, &mut byte);
+            m.load(lane, place, MemoryOrder::Weak, &mut byte);
             let wide = if op.word(2) == "s8" { byte[0] as i8 as u32 } else { byte[0].into() };
             m.set(lane, op.reg(0), wide.into());
         }
@@ -155,7 +155,7 @@ pub static ST_GLOBAL_8: Inst = writing(
         for lane in lanes(m.active()) {
             let place = MemoryAddress { space: Space::Global, address: address(m, lane, op, 0) };
             let x = value(m, lane, op, 1);
-            m.store(lane, place, Order::Weak, &[x as u8]);
+            m.store(lane, place, MemoryOrder::Weak, &[x as u8]);
         }
     },
 );
@@ -169,7 +169,7 @@ pub static LD_RELAXED: Inst = Inst {
         &[loaded("d", B32), at("a", Space::Global), word("scope", SCOPES)],
         Space::Global,
         Needs::AMPERE,
-        |m, op| load(m, op, Space::Global, Order::Relaxed(scope(op.word(2)))),
+        |m, op| load(m, op, Space::Global, MemoryOrder::Relaxed(scope(op.word(2)))),
     )
 };
 /// Writes a word that other threads may read concurrently, with relaxed order.
@@ -181,7 +181,7 @@ pub static ST_RELAXED: Inst = Inst {
         &[at("a", Space::Global), stored("x", B32), word("scope", SCOPES)],
         Space::Global,
         Needs::AMPERE,
-        |m, op| store(m, op, Space::Global, Order::Relaxed(scope(op.word(2)))),
+        |m, op| store(m, op, Space::Global, MemoryOrder::Relaxed(scope(op.word(2)))),
     )
 };
 
@@ -194,7 +194,7 @@ pub static LD_ACQUIRE: Inst = Inst {
         &[loaded("d", B32), at("a", Space::Global), word("scope", SCOPES)],
         Space::Global,
         Needs::AMPERE,
-        |m, op| load(m, op, Space::Global, Order::Acquire(scope(op.word(2)))),
+        |m, op| load(m, op, Space::Global, MemoryOrder::Acquire(scope(op.word(2)))),
     )
 };
 /// Writes a word that other CTAs read, with release order: they see earlier writes.
@@ -206,7 +206,7 @@ pub static ST_RELEASE: Inst = Inst {
         &[at("a", Space::Global), stored("x", B32), word("scope", SCOPES)],
         Space::Global,
         Needs::AMPERE,
-        |m, op| store(m, op, Space::Global, Order::Release(scope(op.word(2)))),
+        |m, op| store(m, op, Space::Global, MemoryOrder::Release(scope(op.word(2)))),
     )
 };
 
@@ -309,7 +309,7 @@ pub static LDMATRIX: Inst = Inst {
                         let mut half = [0; 2];
                         let place =
                             MemoryAddress { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
-                        m.load(row, place, Order::Weak, &mut half);
+                        m.load(row, place, MemoryOrder::Weak, &mut half);
                         pair |= u64::from(u16::from_le_bytes(half)) << (16 * i);
                     }
                     m.set(lane, reg, pair);
@@ -338,7 +338,7 @@ pub static STMATRIX: Inst = Inst {
                     for (i, (row, offset)) in matrix_halves(lane, matrix as u32, transposed).into_iter().enumerate() {
                         let place =
                             MemoryAddress { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
-                        m.store(row, place, Order::Weak, &((pair >> (16 * i)) as u16).to_le_bytes());
+                        m.store(row, place, MemoryOrder::Weak, &((pair >> (16 * i)) as u16).to_le_bytes());
                     }
                 }
             }

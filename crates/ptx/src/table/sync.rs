@@ -3,7 +3,7 @@
 use super::any;
 use crate::inst::Class::B32;
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, Steps, Together, Unit, arg, number, steps, word};
-use crate::machine::{Fence, Group, Machine, Meeting, Order, Queue, Scope, lanes, value};
+use crate::machine::{Fence, Group, Machine, Meeting, MemoryOrder, Queue, Scope, lanes, value};
 
 /// Thread counts of named barriers, and numbers of pending groups.
 const THREADS: &[Steps] = &[steps(32, 1024, 32)];
@@ -114,20 +114,20 @@ pub static CLUSTER_WAIT: Inst =
 /// Orders the thread's earlier accesses before its later ones, within a scope.
 pub static FENCE: Inst =
     signal("fence.acq_rel", "fence.acq_rel.{scope};", &[word("scope", SCOPES)], Needs::AMPERE, |m, op| {
-        fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0)))));
+        fence(m, Fence::Thread(MemoryOrder::AcquireRelease(scope(op.word(0)))));
     });
 
 /// Orders the thread's earlier accesses before its later ones; all threads see such fences in one order. Also spelled
 /// `membar`.
 pub static FENCE_SC: Inst =
     signal("fence.sc", "fence.sc.{scope};", &[word("scope", SCOPES)], Needs::AMPERE, |m, op| {
-        fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0)))));
+        fence(m, Fence::Thread(MemoryOrder::AcquireRelease(scope(op.word(0)))));
     });
 
 /// Both fences in cluster scope, which costs as much as device scope.
 pub static FENCE_CLUSTER: Inst =
     signal("fence.cluster", "fence.{kind}.cluster;", &[word("kind", &["acq_rel", "sc"])], Needs::HOPPER, |m, _| {
-        fence(m, Fence::Thread(Order::AcquireRelease(Scope::Cluster)));
+        fence(m, Fence::Thread(MemoryOrder::AcquireRelease(Scope::Cluster)));
     });
 
 /// Memory scopes that every GPU has.
@@ -142,7 +142,7 @@ pub static FENCE_ONE_WAY: Inst = signal(
     Needs::from((8, 6), 90),
     |m, op| {
         let scope = scope(op.word(1));
-        let order = if op.word(0) == "acquire" { Order::Acquire(scope) } else { Order::Release(scope) };
+        let order = if op.word(0) == "acquire" { MemoryOrder::Acquire(scope) } else { MemoryOrder::Release(scope) };
         fence(m, Fence::Thread(order));
     },
 );

@@ -7,7 +7,7 @@ use crate::inst::{
     steps, word,
 };
 use crate::machine::{Machine, MemoryAddress, WARP, address, lanes, value};
-use crate::tcgen05::{CtaGroup, ProductKind, Side, TensorAction, TensorLeft, TensorProduct};
+use crate::tcgen05::{CtaGroup, FenceSide, ProductKind, TensorAction, TensorLeft, TensorProduct};
 
 const SOURCE: &str = "PTX ISA, tensor core generation 5 instructions, tcgen05";
 
@@ -173,7 +173,7 @@ pub static FENCE: Inst = row(
     Together::Thread,
     Effect::Signal,
     |m, op| {
-        let side = if op.word(0) == "before" { Side::Before } else { Side::After };
+        let side = if op.word(0) == "before" { FenceSide::Before } else { FenceSide::After };
         once(m, |_, _| TensorAction::Fence(side));
     },
 );

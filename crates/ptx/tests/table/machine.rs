@@ -7,7 +7,7 @@ use super::uses::Registers;
 use fulgurite_ptx::inst::{Arg, Base, Class, Flow, Inst, Kind, Op, Reg, Space};
 use fulgurite_ptx::kernel::{Kernel, Stmt};
 use fulgurite_ptx::machine::{
-    Done, Fence, Group, Machine, Mbarrier, Meeting, MemoryAddress, Order, Queue, Special, Transfer, WARP, lanes,
+    Done, Fence, Group, Machine, Mbarrier, Meeting, MemoryAddress, MemoryOrder, Queue, Special, Transfer, WARP, lanes,
 };
 use fulgurite_ptx::model;
 use fulgurite_ptx::product::Product;
@@ -171,13 +171,20 @@ impl Machine for Warp {
     fn peer(&mut self, shared: u32, rank: u32) -> u32 {
         shared | rank << 24
     }
-    fn load(&mut self, _: u32, at: MemoryAddress, _: Order, bytes: &mut [u8]) {
+    fn load(&mut self, _: u32, at: MemoryAddress, _: MemoryOrder, bytes: &mut [u8]) {
         bytes.copy_from_slice(self.bytes(at, bytes.len()));
     }
-    fn store(&mut self, _: u32, at: MemoryAddress, _: Order, bytes: &[u8]) {
+    fn store(&mut self, _: u32, at: MemoryAddress, _: MemoryOrder, bytes: &[u8]) {
         self.bytes(at, bytes.len()).copy_from_slice(bytes);
     }
-    fn update(&mut self, _: u32, at: MemoryAddress, _: Order, bytes: u32, change: &mut dyn FnMut(u64) -> u64) -> u64 {
+    fn update(
+        &mut self,
+        _: u32,
+        at: MemoryAddress,
+        _: MemoryOrder,
+        bytes: u32,
+        change: &mut dyn FnMut(u64) -> u64,
+    ) -> u64 {
         let place = self.bytes(at, bytes as usize);
         let mut word = [0; 8];
         word[..bytes as usize].copy_from_slice(place);
@@ -212,7 +219,7 @@ impl Machine for Warp {
         }
         barrier.step();
     }
-    fn mbarrier_done(&mut self, _: u32, at: MemoryAddress, parity: u32, _: Order) -> bool {
+    fn mbarrier_done(&mut self, _: u32, at: MemoryAddress, parity: u32, _: MemoryOrder) -> bool {
         self.barrier(at).phase & 1 != parity
     }
     fn transfer(&mut self, _: u32, what: Transfer) {
@@ -227,7 +234,7 @@ impl Machine for Warp {
                 for (i, word) in data.chunks_exact(4).enumerate() {
                     let at = MemoryAddress { address: to.address + 4 * i as u64, ..to };
                     let x = u64::from(u32::from_le_bytes(word.try_into().expect("four bytes")));
-                    self.update(0, at, Order::Weak, 4, &mut |old| match reduce {
+                    self.update(0, at, MemoryOrder::Weak, 4, &mut |old| match reduce {
                         Some((way, number)) => model::combine(way, number, old, x),
                         None => x,
                     });

@@ -279,14 +279,14 @@ fn fences_say_what_they_order() {
     execute(&mut warp, &sync::FENCE_SC, &[Given::Word("sys")]);
     execute(&mut warp, &sync::FENCE_CLUSTER, &[Given::Word("acq_rel")]);
     use fulgurite_ptx::inst::Space;
-    use fulgurite_ptx::machine::{Order, Scope};
+    use fulgurite_ptx::machine::{MemoryOrder, Scope};
     let want = [
         Fence::Proxy(Some(Space::Shared)),
         Fence::MbarrierInit,
-        Fence::Thread(Order::AcquireRelease(Scope::Device)),
-        Fence::Thread(Order::Acquire(Scope::Cluster)),
-        Fence::Thread(Order::AcquireRelease(Scope::System)),
-        Fence::Thread(Order::AcquireRelease(Scope::Cluster)),
+        Fence::Thread(MemoryOrder::AcquireRelease(Scope::Device)),
+        Fence::Thread(MemoryOrder::Acquire(Scope::Cluster)),
+        Fence::Thread(MemoryOrder::AcquireRelease(Scope::System)),
+        Fence::Thread(MemoryOrder::AcquireRelease(Scope::Cluster)),
     ];
     assert_eq!(warp.fences, want);
 }

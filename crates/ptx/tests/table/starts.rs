@@ -7,7 +7,7 @@ use fulgurite_ptx::inst::{Arg, Base, Class, Effect, Inst, Reg, Space};
 use fulgurite_ptx::machine::{Done, Machine, MemoryAddress, Queue, Reduction, Transfer, answer};
 use fulgurite_ptx::product::{Left, Major};
 use fulgurite_ptx::table::{self, bulk, bytes, launch, tcgen05, tensor};
-use fulgurite_ptx::tcgen05::{CtaGroup, ProductKind, Side, TensorAction, TensorLeft, TensorProduct};
+use fulgurite_ptx::tcgen05::{CtaGroup, FenceSide, ProductKind, TensorAction, TensorLeft, TensorProduct};
 
 const TILE: u64 = SHARED as u64 + 1024;
 const BAR: u64 = SHARED as u64 + 8;
@@ -177,7 +177,7 @@ fn tensor_memory() {
         TensorAction::CopyScales { to: 0x80, from: 44, group: pair },
         TensorAction::Commit { bar, multicast: None, group: single },
         TensorAction::Commit { bar, multicast: Some(3), group: pair },
-        TensorAction::Fence(Side::After),
+        TensorAction::Fence(FenceSide::After),
         TensorAction::Free { address: 0x40, columns: 64, group: pair },
     ];
     assert_eq!(warp.actions, want.map(|action| (7, action)));

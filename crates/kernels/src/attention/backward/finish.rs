@@ -417,7 +417,7 @@ impl<'k> Results<'k> {
         let wanted = wanted();
         let load = |four: &Four<'k>| {
             let given = [(); 4].map(|()| w.var(0.0f32));
-            let (to, inside) = self.place(rows, four);
+            let (to, inside) = self.address_of(rows, four);
             w.when(wanted.map_or(inside, |wanted| wanted & inside), |w| {
                 let elements = to.load_some::<_, 4>(w, four.column);
                 given.iter().zip(elements).for_each(|(given, x)| given.set(x));
@@ -428,7 +428,7 @@ impl<'k> Results<'k> {
     }
 
     /// The row of four elements of an f32 result, and whether they are inside it. Rows are whole fours.
-    fn place<T: Half>(&self, rows: StepRows<'k, T>, four: &Four<'k>) -> (Pointer<'k, f32>, Val<'k, bool>)
+    fn address_of<T: Half>(&self, rows: StepRows<'k, T>, four: &Four<'k>) -> (Pointer<'k, f32>, Val<'k, bool>)
     where
         Pair<T>: Word,
     {
@@ -451,7 +451,7 @@ impl<'k> Results<'k> {
                 for (i, four) in fours.iter().enumerate() {
                     let sums = four.sums.map(|sum| sum * scale);
                     let all = given.get(i).map_or(sums, |given| std::array::from_fn(|i| given[i].get() + sums[i]));
-                    let (to, inside) = self.place(rows, four);
+                    let (to, inside) = self.address_of(rows, four);
                     let stored = if self.results == ResultType::Added { inside & !*spoiled } else { inside };
                     w.when(stored, |w| to.store_some(w, four.column, all));
                     w.when_rarely(inside & *spoiled, |w| {

@@ -79,7 +79,7 @@ impl<'k> HeadParts<'k> {
                 return to.keep(w, work, (result, scale), [col, key]);
             }
         };
-        let tile = parts.at_wide(map.place_of(work).mul_wide(keys * (d + dv)));
+        let tile = parts.at_wide(map.number_of(work).mul_wide(keys * (d + dv)));
         let before = if of == Of::DV { KEYS * d } else { 0 };
         let own = (key - work.tile * keys) * (d + dv) + col * KEYS + w.thread_in_group() * 4 + before;
         let (to, elements) = (tile.at(own), result.elements().collect::<Vec<_>>());

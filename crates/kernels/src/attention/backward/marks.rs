@@ -73,12 +73,12 @@ impl<'k> Marks<'k> {
     /// Marks elements of a row.
     #[track_caller]
     pub fn mark<W: Who>(&self, w: &Scope<'k, W>, of: HeadRows<'k>, row: Val<'k, u32>, bits: Val<'k, u32>) {
-        let place = match self.packed {
+        let first_row = match self.packed {
             true => of.head.mul_wide(self.rows) + of.start.to_u64(),
             false => (of.batch * self.heads + of.head).mul_wide(self.rows),
         };
         self.some.set_bits(w, 0, 1);
-        self.words.at_wide(place + row.to_u64()).set_bits(w, 0, bits);
+        self.words.at_wide(first_row + row.to_u64()).set_bits(w, 0, bits);
     }
 
     /// Marks the eight elements with this number of a row.

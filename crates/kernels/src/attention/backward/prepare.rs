@@ -211,13 +211,13 @@ where
             from.at_wide(of_sequence + query.mul_wide(of_row) + head.mul_wide(of_head))
         });
         let here = row.lt(self.all_rows);
-        let place = if packed { head } else { batch * heads.value() + head };
+        let head_row = if packed { head } else { batch * heads.value() + head };
         LaneRow {
             here,
             inside: here & query.lt(q_len),
             memory,
             query,
-            lse: place.mul_wide(self.lse_rows) + start.to_u64(),
+            lse: head_row.mul_wide(self.lse_rows) + start.to_u64(),
             padded: padded + if self.sides.is_some() { rest } else { query }.to_u64(),
         }
     }

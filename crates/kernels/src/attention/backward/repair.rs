@@ -19,6 +19,7 @@ use crate::parts::mask::{KeyRange, Lengths, Spans};
 use crate::parts::modifier::{AuxArgs, Function, Modify, Parameters, Tanh, TilePosition};
 use crate::parts::results::ResultType;
 use crate::parts::schedule::{SequenceArgs, Sides};
+use fulgurite_core::Side;
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{
     BuildError, Divisor, Group, GroupBarrier, Half, Kernel, Pair, Pointer, RowAcc, Scope, Shared, Target, Val, Var,
@@ -85,20 +86,9 @@ where
     })
 }
 
-/// The side of the scores to whose rows a gradient belongs.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Side {
-    /// d_q.
-    Query,
-    /// d_k and d_v.
-    Key,
-}
-
-impl Side {
-    /// Index of the side in pairs of queries and keys.
-    fn index(self) -> usize {
-        usize::from(self == Side::Key)
-    }
+/// Index of a side in pairs of queries and keys.
+fn index_of(side: Side) -> usize {
+    usize::from(side == Side::Key)
 }
 
 /// A tensor of rows.
@@ -192,7 +182,7 @@ impl<'k> Rows<'k> {
     ) -> Pointer<'k, E> {
         let [of_batch, of_row, of_head] = self.strides;
         let before = match packed {
-            true => sequence.starts[side.index()].mul_wide(of_row),
+            true => sequence.starts[index_of(side)].mul_wide(of_row),
             false => sequence.batch.mul_wide(of_batch),
         };
         let words = Pointer::<u32>::at_address(self.memory);
@@ -270,7 +260,7 @@ where
         let barrier = w.group_barrier();
         for side in [Side::Query, Side::Key] {
             let element = (side, &self.element(w));
-            let (all, apart, thread) = (self.result_rows[side.index()], w.ctas(), w.thread_in_group());
+            let (all, apart, thread) = (self.result_rows[index_of(side)], w.ctas(), w.thread_in_group());
             // Marked rows are often neighbours, so neighbours go to different CTAs.
             w.each(w.cta(), all, apart * THREADS, |w, first| {
                 let own = first + thread * apart;
@@ -302,8 +292,8 @@ where
     }
 
     /// The sequence, the head and the number of a row among those of all heads.
-    fn place(&self, w: &Scope<'k, Group>, side: Side, index: Val<'k, u32>) -> MarkedRow<'k> {
-        let of = side.index();
+    fn marked_row(&self, w: &Scope<'k, Group>, side: Side, index: Val<'k, u32>) -> MarkedRow<'k> {
+        let of = index_of(side);
         let [rest, row] = self.lengths[of].div_rem(index);
         let zero = w.constant(0u32);
         let whole = self.lengths.map(Divisor::value);
@@ -358,7 +348,7 @@ where
         (index, words): (Val<'k, u32>, &[Val<'k, u32>]),
         barrier: &GroupBarrier,
     ) {
-        let row = self.place(w, side, index);
+        let row = self.marked_row(w, side, index);
         let group = self.group.value();
         let heads = match side {
             Side::Query => [row.head, row.head + 1],
@@ -478,12 +468,12 @@ where
         (side, row): (Side, &MarkedRow<'k>),
         (column, [a, b]): (Val<'k, u32>, [Val<'k, f32>; 2]),
     ) {
-        let (of, place) = ((&row.sequence, side), [row.head, row.number]);
+        let (of, position) = ((&row.sequence, side), [row.head, row.number]);
         if !self.results.is_f32() {
-            let to = gradient.rows.at::<Pair<T>>(self.packed(), of, place);
+            let to = gradient.rows.at::<Pair<T>>(self.packed(), of, position);
             return to.store(w, column / 2, a.pair_with::<T>(b));
         }
-        let to = gradient.rows.at::<f32>(self.packed(), of, place);
+        let to = gradient.rows.at::<f32>(self.packed(), of, position);
         let pair = match self.results {
             ResultType::Added => {
                 let [x, y] = to.load_some(w, column);
@@ -530,9 +520,9 @@ impl<'k> Element<'_, 'k> {
         [query, key]: [Val<'k, i32>; 2],
     ) -> (Val<'k, f32>, Option<Val<'k, f32>>) {
         let [q_len, k_len] = sequence.lengths.map(|n| n.to_i32());
-        let place = TilePosition { batch: sequence.batch, heads: vec![head], rows: vec![key], q_len, k_len };
-        self.modify.set(w, &place);
-        self.derivative.iter().for_each(|function| function.set(w, &place));
+        let position = TilePosition { batch: sequence.batch, heads: vec![head], rows: vec![key], q_len, k_len };
+        self.modify.set(w, &position);
+        self.derivative.iter().for_each(|function| function.set(w, &position));
         let slope = self.derivative.as_ref().map(|function| function.one(w, raw, 0, query));
         (self.modify.one_in_block(w, raw, 0, query, self.modify.block_kind(w, query)), slope)
     }

@@ -7,7 +7,7 @@ use crate::attention::backward::{BackwardConfig, KernelShape, Spread as SpreadSh
 use crate::params::{Lens, Params, given};
 use crate::parts::mask::{Lengths, Spans};
 use crate::parts::row_memory::RowsOf;
-use crate::parts::schedule::{BandArgs, Equal, Ragged, SequenceArgs, Unequal, Walk};
+use crate::parts::schedule::{BandArgs, Equal, Ragged, RaggedWalk, SequenceArgs, Unequal};
 use fulgurite_ptx::{Divisor, Scope, Slice, Val, Who};
 
 /// Parameters: rows from one sequence to the next, in the order of [`Of`].
@@ -258,7 +258,7 @@ impl<'k> TileMap<'k> {
 
     /// With heads spread over CTAs: the number of a tile among those of all parts.
     #[track_caller]
-    pub fn place_of(&self, work: &Work<'k>) -> Val<'k, u32> {
+    pub fn number_of(&self, work: &Work<'k>) -> Val<'k, u32> {
         let spread = self.spread.as_ref().expect("bug in fulgurite: heads are not spread");
         let before = match (work.sequence, spread.part_tiles) {
             (Sequence::Ragged(s), Some(part_tiles)) => {
@@ -389,14 +389,14 @@ impl<'k> TileMap<'k> {
         }
     }
 
-    /// The tile at a place of the schedule. Where tiles take turns, the last keys of a head go first.
+    /// The tile at a position of the schedule. Where tiles take turns, the last keys of a head go first.
     fn work<W: Who>(
         &self,
         t: &Scope<'k, W>,
-        [batch, head, place]: [Val<'k, u32>; 3],
+        [batch, head, position]: [Val<'k, u32>; 3],
         sequence: Sequence<'k>,
     ) -> Work<'k> {
-        let tile = if self.ordered { self.tiles_of_head(sequence) - 1 - place } else { place };
+        let tile = if self.ordered { self.tiles_of_head(sequence) - 1 - position } else { position };
         let steps = self.steps_of(tile, sequence);
         let steps = match &self.step_ranges {
             Some(ranges) => ranges.within(t, [batch, self.kv_head(head), tile], steps),
@@ -525,8 +525,8 @@ impl<'k, W: Who> FindTile<'k, W> for DenseTiles<'_, 'k> {
     }
 
     fn find(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Work<'k> {
-        let place = self.bands.place(self.map.heads, number);
-        self.map.work(t, place, self.map.sequence(t, place[0]))
+        let position = self.bands.position(self.map.heads, number);
+        self.map.work(t, position, self.map.sequence(t, position[0]))
     }
 }
 
@@ -534,7 +534,7 @@ impl<'k, W: Who> FindTile<'k, W> for DenseTiles<'_, 'k> {
 struct RaggedTiles<'a, 'k> {
     map: &'a TileMap<'k>,
     unequal: &'a Unequal<'k>,
-    walk: Walk<'k>,
+    walk: RaggedWalk<'k>,
 }
 
 impl<'k, W: Who> FindTile<'k, W> for RaggedTiles<'_, 'k> {
@@ -543,7 +543,7 @@ impl<'k, W: Who> FindTile<'k, W> for RaggedTiles<'_, 'k> {
     }
 
     fn find(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Work<'k> {
-        let [batch, head, place, _] = self.unequal.place(&self.walk, number, self.map.heads);
-        self.map.work(t, [batch, head, place], self.map.sequence(t, batch))
+        let [batch, head, position, _] = self.unequal.position(&self.walk, number, self.map.heads);
+        self.map.work(t, [batch, head, position], self.map.sequence(t, batch))
     }
 }

@@ -11,7 +11,7 @@ use fulgurite_ptx::{
 };
 
 /// A warpgroup's position among the steps of its tile, and the sums to which it adds its part of d_q.
-pub(crate) struct Walk<'a, 'k> {
+pub(crate) struct StepWalk<'a, 'k> {
     pub main: &'a Main<'k>,
     /// Index of the warpgroup in its CTA.
     own: Val<'k, u32>,
@@ -20,18 +20,18 @@ pub(crate) struct Walk<'a, 'k> {
     /// The query head, for modifiers.
     head: Option<Var<'k, u32>>,
     /// Address of this thread's part of the sums; of its warpgroup's part if the copy engine adds.
-    place: Var<'k, u64>,
+    sums: Var<'k, u64>,
 }
 
-impl<'a, 'k> Walk<'a, 'k> {
+impl<'a, 'k> StepWalk<'a, 'k> {
     pub fn new(w: &Scope<'k, Group>, main: &'a Main<'k>) -> Self {
-        Walk::of(w, main, w.group())
+        StepWalk::of(w, main, w.group())
     }
 
     /// For warpgroups with separate roles; `own` is the warpgroup's index.
     pub fn of(w: &Scope<'k, Group>, main: &'a Main<'k>, own: Val<'k, u32>) -> Self {
         let head = main.modifiers.as_ref().map(|_| w.var(0u32));
-        Walk { main, own, step: w.var(0u32), left: w.var(0u32), head, place: w.var(0u64) }
+        StepWalk { main, own, step: w.var(0u32), left: w.var(0u32), head, sums: w.var(0u64) }
     }
 
     /// Goes to the first step of a tile. Sums are stored in accumulator order:
@@ -46,7 +46,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         let step = main.d_q.sums_before(&main.map, work) + first;
         let group = main.quarter(w, self.own) * (64 * main.config.cols(d));
         let own = if main.d_q.bulk.is_some() { group } else { group + w.thread_in_group() * 4 };
-        self.place.set(main.d_q.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
+        self.sums.set(main.d_q.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
     }
 
     /// After the last tile: reads the end messages of services.
@@ -77,7 +77,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// Goes to the next step and its sums. `next` is called when a new query head begins.
     #[track_caller]
     pub fn forward(&self, w: &Scope<'k, Group>, next: impl FnOnce(&Scope<'k, Group>)) {
-        self.place.set(self.place.get() + u64::from(self.step_bytes()));
+        self.sums.set(self.sums.get() + u64::from(self.step_bytes()));
         self.forward_step(w, |w, [first, end]| {
             self.skip_sums([first, end]);
             next(w);
@@ -104,7 +104,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// Goes from the sums of the step before to those of this step.
     #[track_caller]
     pub fn forward_sums(&self, w: &Scope<'k, Group>) {
-        self.place.set(self.place.get() + u64::from(self.step_bytes()));
+        self.sums.set(self.sums.get() + u64::from(self.step_bytes()));
         if self.main.single {
             return;
         }
@@ -115,7 +115,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// Skips the sums of steps between two heads that see no key of this tile.
     #[track_caller]
     fn skip_sums(&self, [first, end]: [Val<'k, u32>; 2]) {
-        self.place.set(self.place.get() + (self.main.map.steps - end + first).mul_wide(self.step_bytes()));
+        self.sums.set(self.sums.get() + (self.main.map.steps - end + first).mul_wide(self.step_bytes()));
     }
 
     fn step_bytes(&self) -> u32 {
@@ -134,7 +134,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// tile are then counted.
     #[track_caller]
     pub fn send(&self, w: &Scope<'k, Group>, bulk: &BulkReduce<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
-        bulk.send(w, &self.main.map, (self.place, d_q), last);
+        bulk.send(w, &self.main.map, (self.sums, d_q), last);
         if last.is_none() {
             self.forward_sums(w);
         }
@@ -148,7 +148,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         if begins {
             self.main.d_q.before_add(w);
         }
-        let (to, elements) = (Pointer::<f32>::at_address(self.place.get()), d_q.elements().collect::<Vec<_>>());
+        let (to, elements) = (Pointer::<f32>::at_address(self.sums.get()), d_q.elements().collect::<Vec<_>>());
         let add = |w: &Scope<'k, Group>| {
             for four in part.clone() {
                 let at = 4 * four as usize;

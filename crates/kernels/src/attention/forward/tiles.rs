@@ -2,7 +2,7 @@
 
 use crate::attention::source::{KeyBlocks, TileQueries};
 use crate::parts::mask::{Lengths, Spans};
-use crate::parts::schedule::{Equal, RaggedTile, Sequence, Unequal, Walk, Work};
+use crate::parts::schedule::{Equal, RaggedTile, RaggedWalk, Sequence, Unequal, Work};
 use crate::parts::sequences::{Dense, Sequences};
 use fulgurite_ptx::{Divisor, Scope, Val, Who};
 
@@ -108,7 +108,7 @@ impl<'k, W: Who> Tiles<'k, W> for DenseTiles<'_, 'k> {
 /// Tiles of a ragged batch. Their number depends on the sequences, so a CTA may find no tile.
 struct RaggedTiles<'a, 'k> {
     unequal: &'a Unequal<'k>,
-    walk: Walk<'k>,
+    walk: RaggedWalk<'k>,
     /// Queries per tile.
     rows: u32,
     heads: Divisor<'k>,

@@ -61,15 +61,15 @@ pub fn add<'k, W: Who>(
     // Smaller terms have no bits in the words.
     w.when(finite & exponent.gt(8), |w| {
         let mantissa = (bits & 0x7f_ffff) + 0x80_0000;
-        let place = exponent - 1;
-        let power = w.constant(1u32) << (place & 31);
+        let bit = exponent - 1;
+        let power = w.constant(1u32) << (bit & 31);
         let sign = bits >> 31;
         let flip = w.constant(0u32) - sign;
         // A negative number in two's complement has all bits flipped, plus 1.
         let signed = |x: Val<'k, u32>| (x ^ flip).to_u64() + flip.to_u64().mul_wide_64(1 << 32) + sign.to_u64();
-        let own = words.at_wide(at.mul_wide_64(WORDS) + (place >> 5).to_u64());
+        let own = words.at_wide(at.mul_wide_64(WORDS) + (bit >> 5).to_u64());
         // The lower bits go to the word before. Positions below the first word are dropped.
-        w.when(place.ge(32), |w| {
+        w.when(bit.ge(32), |w| {
             let before = Pointer::<u64>::at_address(own.address() + (-8i64) as u64);
             before.add(w, 0, signed(mantissa * power));
         });

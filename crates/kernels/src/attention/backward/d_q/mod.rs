@@ -111,7 +111,7 @@ impl<'k> Services<'k> {
     #[track_caller]
     pub fn sums_before(&self, map: &TileMap<'k>, work: &Work<'k>) -> Val<'k, u32> {
         match &self.round {
-            Some(round) => round.place(map.pair(work)) * map.most_heads() * map.steps,
+            Some(round) => round.slot(map.pair(work)) * map.most_heads() * map.steps,
             None => map.steps_before(work),
         }
     }

@@ -59,7 +59,7 @@ pub(crate) struct Args {
     pub part: u32,
     pub parts: u32,
     /// Pairs that own sums at a time.
-    pub places: u32,
+    pub slots: u32,
     /// Steps of a head.
     pub steps: u32,
 }
@@ -72,7 +72,7 @@ pub(crate) struct Round<'k> {
     added: Flags<'k>,
     /// For each pair: parts that are converted.
     rounded: Flags<'k>,
-    places: Divisor<'k>,
+    slots: Divisor<'k>,
     lag: Val<'k, u32>,
     part: Val<'k, u32>,
     parts: Val<'k, u32>,
@@ -121,7 +121,7 @@ impl<'k> Round<'k> {
         let lag = p.u32("lag", move |call| given(args(call)).lag);
         let part = p.u32("part", move |call| given(args(call)).part);
         let parts = p.u32("parts", move |call| given(args(call)).parts);
-        let places = p.divisor("places", move |call| given(args(call)).places);
+        let slots = p.divisor("slots", move |call| given(args(call)).slots);
         let steps = p.divisor("head_steps", move |call| given(args(call)).steps);
         let added = Flags::new(added, NAME, "additions arrived", log);
         let rounded = Flags::new(rounded, NAME, "sums free", log);
@@ -131,7 +131,7 @@ impl<'k> Round<'k> {
             messages,
             added,
             rounded,
-            places,
+            slots,
             lag,
             part,
             parts,
@@ -150,8 +150,8 @@ impl<'k> Round<'k> {
 
     /// Index of the sums that a pair owns.
     #[track_caller]
-    pub fn place(&self, pair: Val<'k, u32>) -> Val<'k, u32> {
-        self.places.div_rem(pair)[1]
+    pub fn slot(&self, pair: Val<'k, u32>) -> Val<'k, u32> {
+        self.slots.div_rem(pair)[1]
     }
 
     /// The counter of additions to the d_q of a pair.
@@ -223,7 +223,7 @@ impl<'k> Round<'k> {
 
     /// The part with a number.
     fn part_of(&self, map: &TileMap<'k>, number: Val<'k, u32>) -> Part<'k> {
-        let [batch, head, nth] = self.bands.place(map.heads, number);
+        let [batch, head, nth] = self.bands.position(map.heads, number);
         let all = map.heads_of(head) * map.steps;
         let first = nth * self.part;
         let pair = batch * map.heads.value() + head;
@@ -242,7 +242,7 @@ impl<'k> Round<'k> {
 
     /// Whether another pair will take over a pair's sums.
     fn is_reused(&self, pair: Val<'k, u32>) -> Val<'k, bool> {
-        (pair + self.places.value()).lt(self.bands.pairs)
+        (pair + self.slots.value()).lt(self.bands.pairs)
     }
 
     /// Waits until all additions to a part have arrived.
@@ -255,7 +255,7 @@ impl<'k> Round<'k> {
 
     /// The sums of a step of a pair.
     fn sums_of(&self, map: &TileMap<'k>, pair: Val<'k, u32>, step: Val<'k, u32>) -> Pointer<'k, f32> {
-        let step = self.place(pair) * map.most_heads() * map.steps + step;
+        let step = self.slot(pair) * map.most_heads() * map.steps + step;
         self.sums.at_wide(step.mul_wide(self.step[0] * self.step[1]))
     }
 
@@ -353,14 +353,14 @@ impl<'k> Service<'k> for Round<'k> {
 
     fn on_tile(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, number: Var<'k, u32>, work: &Work<'k>) {
         let (number, pair) = (number.get(), map.pair(work));
-        let (places, zero) = (self.places.value(), t.constant(0u32));
+        let (slots, zero) = (self.slots.value(), t.constant(0u32));
         // No part comes with a run: the part might wait for runs with higher numbers.
         let after = match &self.split {
             Some(split) => number.lt(split.whole).select::<u32>(number + 1, 1),
             None => number + 1,
         };
         self.messages.post(t, [after, zero, zero, zero]);
-        t.when(pair.ge(places), |t| self.rounded.wait_for(t, pair - places, self.parts));
+        t.when(pair.ge(slots), |t| self.rounded.wait_for(t, pair - slots, self.parts));
     }
 
     fn on_end(&self, t: &Scope<'k, Thread>) {

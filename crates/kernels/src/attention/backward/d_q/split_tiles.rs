@@ -140,7 +140,8 @@ impl<'k> SplitTiles<'k> {
     ) -> Val<'k, bool> {
         let [first, end] = work.steps;
         let nth = work.piece.expect("bug in fulgurite: a tile without its number") * GROUPS + w.group();
-        let place = self.sums.at_wide(nth.mul_wide(KEYS * (self.dims[0] + self.dims[1]))).at(w.thread_in_group() * 4);
+        let own_sums =
+            self.sums.at_wide(nth.mul_wide(KEYS * (self.dims[0] + self.dims[1]))).at(w.thread_in_group() * 4);
         // In the layout of accumulators, `[four][thread][4]`.
         let fours = || {
             let elements = |acc: &Acc<'k>| (0..acc.elements().count()).step_by(4);
@@ -150,7 +151,7 @@ impl<'k> SplitTiles<'k> {
             w.one_thread_of_group(|t| self.summed.wait_for(t, nth, first));
             w.sync_group(barrier);
             for ((acc, at), four) in fours() {
-                let before: [_; 4] = place.load_some(w, four);
+                let before: [_; 4] = own_sums.load_some(w, four);
                 let own: Vec<_> = acc.elements().skip(at).take(4).collect();
                 own.into_iter().zip(before).enumerate().for_each(|(i, (own, before))| acc.set(at + i, before + own));
             }
@@ -159,7 +160,7 @@ impl<'k> SplitTiles<'k> {
         w.when(!last, |w| {
             for ((acc, at), four) in fours() {
                 let own: Vec<_> = acc.elements().skip(at).take(4).collect();
-                place.store_some::<_, 4>(w, four, std::array::from_fn(|i| own[i]));
+                own_sums.store_some::<_, 4>(w, four, std::array::from_fn(|i| own[i]));
             }
             w.sync_group(barrier);
             w.one_thread_of_group(|t| self.summed.add(t, nth, end - first));

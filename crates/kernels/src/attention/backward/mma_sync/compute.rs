@@ -6,7 +6,7 @@
 use crate::attention::backward::cursor::Cursor;
 use crate::attention::backward::marks::{HeadRows, MarkedPart};
 use crate::attention::backward::mma_sync::params::SyncParams;
-use crate::attention::backward::mma_sync::stages::{Side, SyncStages, When};
+use crate::attention::backward::mma_sync::stages::{StepOperand, SyncStages, When};
 use crate::attention::backward::modifiers::ModifierRole;
 use crate::attention::backward::state::Call;
 use crate::attention::backward::tiles::{Of, Work};
@@ -151,10 +151,10 @@ where
     }
 
     /// Starts the copy of q or d_o of this step, or of the next one if there is one.
-    fn load(&self, w: &Scope<'k, Group>, (side, when): (Side, When), to: Tile<'k>) {
+    fn load(&self, w: &Scope<'k, Group>, (side, when): (StepOperand, When), to: Tile<'k>) {
         let (params, here) = (&self.kernel.params, &self.here);
         let copy = |w: &Scope<'k, Group>, [head, step]: [Val<'k, u32>; 2]| {
-            let of = if side == Side::Queries { Of::Q } else { Of::DO };
+            let of = if side == StepOperand::Queries { Of::Q } else { Of::DO };
             let rows = params.rows(of, &self.work, head, step * self.kernel.rows);
             self.kernel.stages.ring().copy(w, to, rows);
         };

@@ -9,7 +9,7 @@ use std::cell::Cell;
 
 /// An operand of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
+pub(super) enum StepOperand {
     Queries,
     Outputs,
 }
@@ -30,7 +30,7 @@ pub(super) struct SyncStages<'k> {
 }
 
 /// Starts the copy of an operand of a step to a tile; past the last step it copies nothing.
-pub(super) type Load<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>, (Side, When), Tile<'k>);
+pub(super) type Load<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>, (StepOperand, When), Tile<'k>);
 
 impl<'k> SyncStages<'k> {
     /// Stages for `rows` queries of these row lengths.
@@ -51,14 +51,14 @@ impl<'k> SyncStages<'k> {
         &self.ring
     }
 
-    fn put(&self, w: &Scope<'k, Group>, what: (Side, When), load: Load<'_, 'k>) {
+    fn put(&self, w: &Scope<'k, Group>, what: (StepOperand, When), load: Load<'_, 'k>) {
         self.ring.put(w, |w, tiles| load(w, what, tiles[what.0 as usize]));
     }
 
     fn put_both(&self, w: &Scope<'k, Group>, when: When, load: Load<'_, 'k>) {
         self.ring.put(w, |w, tiles| {
-            load(w, (Side::Queries, when), tiles[0]);
-            load(w, (Side::Outputs, when), tiles[1]);
+            load(w, (StepOperand::Queries, when), tiles[0]);
+            load(w, (StepOperand::Outputs, when), tiles[1]);
         });
     }
 
@@ -66,7 +66,7 @@ impl<'k> SyncStages<'k> {
     pub fn start(&self, w: &Scope<'k, Group>, load: Load<'_, 'k>) {
         match self.depth {
             4 => self.put_both(w, When::Now, load),
-            3 => self.put(w, (Side::Queries, When::Now), load),
+            3 => self.put(w, (StepOperand::Queries, When::Now), load),
             _ => {}
         }
     }
@@ -82,14 +82,14 @@ impl<'k> SyncStages<'k> {
             }
             3 => {
                 let tiles = self.ring.wait_but(w, 0);
-                self.put(w, (Side::Outputs, When::Now), load);
-                self.put(w, (Side::Queries, When::Next), load);
+                self.put(w, (StepOperand::Outputs, When::Now), load);
+                self.put(w, (StepOperand::Queries, When::Next), load);
                 tiles
             }
             _ => {
                 self.ring.meet(w);
-                self.put(w, (Side::Queries, When::Now), load);
-                self.put(w, (Side::Outputs, When::Now), load);
+                self.put(w, (StepOperand::Queries, When::Now), load);
+                self.put(w, (StepOperand::Outputs, When::Now), load);
                 self.ring.wait_but(w, 1)
             }
         };

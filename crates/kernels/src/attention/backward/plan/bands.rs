@@ -2,7 +2,7 @@
 //!
 //! CTAs take tiles by number. Numbers run through bands of pairs; within a band, the first tile of every pair comes first,
 //! then the second, and so on. The last band may be longer than the others. With the rounding service a pair owns sums only
-//! for a while: pair `p` and pair `p + places` use the same memory. Part `n` of d_q (that of the pair of tile `n`) is
+//! for a while: pair `p` and pair `p + slots` use the same memory. Part `n` of d_q (that of the pair of tile `n`) is
 //! converted by the CTA that has tile `n + lag`.
 //!
 //! A CTA works through its tiles in the order of their numbers, so nothing waits in a circle if
@@ -54,9 +54,9 @@ pub(crate) struct Bands {
     pub band: u64,
     /// Pairs of the last band.
     pub last: u64,
-    /// Places for the sums of a pair: pair `p` uses place `p % places`. A multiple of `band`, and possibly more than there are
+    /// Slots for the sums of a pair: pair `p` uses slot `p % slots`. A multiple of `band`, and possibly more than there are
     /// pairs.
-    pub places: u64,
+    pub slots: u64,
     /// Distance in tiles between a part's own number and the tile that converts it.
     pub lag: u64,
     /// Pairs whose sums are zero before the main kernel starts.
@@ -67,14 +67,14 @@ impl Bands {
     pub fn new(inputs: &BandInputs, config: &BackwardConfig) -> Bands {
         let &BandInputs { pairs, tiles, rounds, .. } = inputs;
         let band = inputs.band(config);
-        let places = inputs.places(config, band);
-        let last = inputs.last(config, band, places);
-        // A part lags its tile by half of the places. By then all tiles of its band are handed
+        let slots = inputs.slots(config, band);
+        let last = inputs.last(config, band, slots);
+        // A part lags its tile by half of the slots. By then all tiles of its band are handed
         // out, and every CTA has started another tile since. If there are fewer tiles than the lag, all parts are
         // converted at the end.
-        let lag = (places * tiles / 2).min(pairs * tiles);
+        let lag = (slots * tiles / 2).min(pairs * tiles);
         let zeroed = inputs.zeroed(config, band, last);
-        Bands { pairs, tiles, rounds, band, last, places, lag, zeroed }
+        Bands { pairs, tiles, rounds, band, last, slots, lag, zeroed }
     }
 
     /// Tiles of all pairs.
@@ -82,15 +82,15 @@ impl Bands {
         self.pairs * self.tiles
     }
 
-    /// Places that are used, if the main kernel converts d_q: at most one for each pair.
+    /// Slots that are used, if the main kernel converts d_q: at most one for each pair.
     pub fn owners(&self) -> u64 {
-        self.places.min(self.pairs)
+        self.slots.min(self.pairs)
     }
 
-    /// Whether every place is free in time if parts come with the first `with_parts` tiles only. The other parts are
+    /// Whether every slot is free in time if parts come with the first `with_parts` tiles only. The other parts are
     /// converted after all tiles are handed out.
-    pub fn places_come_free(&self, with_parts: u64) -> bool {
-        let reused = self.pairs.saturating_sub(self.places).next_multiple_of(self.band);
+    pub fn slots_come_free(&self, with_parts: u64) -> bool {
+        let reused = self.pairs.saturating_sub(self.slots).next_multiple_of(self.band);
         !self.rounds || reused == 0 || reused * self.tiles + self.lag <= with_parts
     }
 }
@@ -139,24 +139,24 @@ impl BandInputs {
     }
 
     /// Pairs of the last band. Under a mask it is long enough that the shortest tiles of many pairs end the launch together.
-    fn last(&self, config: &BackwardConfig, band: u64, places: u64) -> u64 {
+    fn last(&self, config: &BackwardConfig, band: u64, slots: u64) -> u64 {
         let differ = self.order == Order::Any && self.masked;
         let by_rule = if differ { 2 * self.multiprocessors / self.tiles.max(1) } else { 0 };
         let wanted = config.last.map_or(by_rule, u64::from);
-        // A part must come with a tile after all tiles that add to it, and before the tiles that need its place. Both hold if
-        // the last band, with a trailing incomplete band rounded up, has at most `places / 2` pairs.
-        let most = if self.rounds { wanted.min(places / 2) } else { wanted }.min(self.pairs);
+        // A part must come with a tile after all tiles that add to it, and before the tiles that need its slot. Both hold if
+        // the last band, with a trailing incomplete band rounded up, has at most `slots / 2` pairs.
+        let most = if self.rounds { wanted.min(slots / 2) } else { wanted }.min(self.pairs);
         rest(self.pairs, band) + (most / band).saturating_sub(1) * band
     }
 
     /// Pairs that own sums at a time, in whole bands.
-    fn places(&self, config: &BackwardConfig, band: u64) -> u64 {
+    fn slots(&self, config: &BackwardConfig, band: u64) -> u64 {
         let between = if self.masked { 2 * self.multiprocessors } else { 5 * self.multiprocessors / 4 };
-        let places = match config.sums {
+        let slots = match config.sums {
             Some(sums) => u64::from(sums),
             None => 2 * (band + between.div_ceil(self.tiles.max(1))),
         };
-        places.max(2 * band).next_multiple_of(band)
+        slots.max(2 * band).next_multiple_of(band)
     }
 
     /// Pairs whose sums are zero before the main kernel starts: those that the first tile of every CTA adds to.

@@ -46,7 +46,7 @@ impl BackwardPlan {
         multiprocessors: u32,
     ) -> Result<Plan, NoKernel> {
         self.check_results(tensors)?;
-        let scratch = self.schedule.scratch(&self.facts).place(scratch);
+        let scratch = self.schedule.scratch(&self.facts).at(scratch);
         // Without sequences, gradients of sinks and auxiliary tensors, which sequences share, are still written: zeros.
         let nothing = self.facts.batch() == 0;
         let mut launches = Vec::new();
@@ -369,7 +369,7 @@ impl BackwardPlan {
             lag: bands.lag as u32,
             part: parts.steps as u32,
             parts: parts.count as u32,
-            places: bands.places as u32,
+            slots: bands.slots as u32,
             steps: steps as u32,
         }
     }

@@ -8,7 +8,7 @@ use crate::attention::backward::{BackwardConfig, Order, prepare};
 use fulgurite_core::{DType, Mask, Problem};
 use proptest::prelude::*;
 
-/// The pair and the tile in the pair of a number, as [`Equal::place`](crate::parts::schedule::Equal::place) finds them.
+/// The pair and the tile in the pair of a number, as [`Equal::position`](crate::parts::schedule::Equal::position) finds them.
 fn tile_at(bands: &Bands, number: u64) -> (u64, u64) {
     let before_last = (bands.pairs - bands.last) / bands.band;
     let band = (number / (bands.band * bands.tiles)).min(before_last);
@@ -22,9 +22,9 @@ fn numbers(bands: &Bands) -> Result<Vec<Vec<u64>>, String> {
     let mut found = vec![vec![None; bands.tiles as usize]; bands.pairs as usize];
     for number in 0..bands.all_tiles() {
         let (pair, nth) = tile_at(bands, number);
-        let place = found.get_mut(pair as usize).and_then(|tiles| tiles.get_mut(nth as usize));
-        match place {
-            Some(place @ None) => *place = Some(number),
+        let slot = found.get_mut(pair as usize).and_then(|tiles| tiles.get_mut(nth as usize));
+        match slot {
+            Some(slot @ None) => *slot = Some(number),
             Some(Some(other)) => return Err(format!("tile {nth} of pair {pair} is dealt as {other} and {number}")),
             None => return Err(format!("number {number} is tile {nth} of pair {pair}, which does not exist")),
         }
@@ -54,9 +54,9 @@ fn check(bands: &Bands, parts: RoundParts, with_parts: u64) -> Result<(), String
             return Err(format!("part {part} comes with tile {with} and waits for tile {last}"));
         }
     }
-    for pair in bands.places..bands.pairs {
+    for pair in bands.slots..bands.pairs {
         let first = numbers[pair as usize].iter().min().copied().unwrap_or(0);
-        let owner = &numbers[(pair - bands.places) as usize];
+        let owner = &numbers[(pair - bands.slots) as usize];
         for part in owner.iter().take(parts.count as usize) {
             let with = part + bands.lag;
             if with >= first || with >= with_parts {
@@ -184,7 +184,7 @@ proptest! {
         let tiling = BandInputs { masked: false, order: Order::Any, rounds: true, ..tiling };
         let bands = Bands::new(&tiling, &config([None, None, sums, None]));
         let tiles = Tiles { count: bands.all_tiles(), steps, group: 1, join: 0 };
-        let deal = Deal::best(tiles, ctas).filter(|deal| bands.places_come_free(deal.whole));
+        let deal = Deal::best(tiles, ctas).filter(|deal| bands.slots_come_free(deal.whole));
         if let Some(deal) = deal {
             prop_assert_eq!(check(&bands, RoundParts::new(steps, tiling.tiles), deal.whole), Ok(()), "{:?} {:?}", deal, bands);
         }
@@ -218,7 +218,7 @@ proptest! {
     }
 }
 
-/// Bands of sizes that use places again, by the rules.
+/// Bands of sizes that use slots again, by the rules.
 fn usual_bands() -> Vec<(Bands, RoundParts)> {
     let mut all = Vec::new();
     for masked in [false, true] {
@@ -236,7 +236,7 @@ fn usual_bands() -> Vec<(Bands, RoundParts)> {
 fn planted(change: impl Fn(&Bands) -> Bands) {
     let mut found = 0;
     for (bands, parts) in usual_bands() {
-        assert!(bands.places < bands.pairs, "no place is used again: {bands:?}");
+        assert!(bands.slots < bands.pairs, "no slot is used again: {bands:?}");
         assert_eq!(check(&bands, parts, bands.all_tiles()), Ok(()), "{bands:?}");
         let wrong = change(&bands);
         found += usize::from(check(&wrong, parts, wrong.all_tiles()).is_err());
@@ -253,14 +253,14 @@ fn a_lag_that_is_too_short_is_found() {
 
 #[test]
 fn a_lag_that_is_too_long_is_found() {
-    planted(|bands| Bands { lag: bands.places * bands.tiles, ..*bands });
-    planted(|bands| Bands { lag: bands.lag + bands.places * bands.tiles / 2, ..*bands });
+    planted(|bands| Bands { lag: bands.slots * bands.tiles, ..*bands });
+    planted(|bands| Bands { lag: bands.lag + bands.slots * bands.tiles / 2, ..*bands });
 }
 
 #[test]
-fn too_few_places_are_found() {
-    planted(|bands| Bands { places: bands.places / 2, ..*bands });
-    planted(|bands| Bands { places: bands.band, ..*bands });
+fn too_few_slots_are_found() {
+    planted(|bands| Bands { slots: bands.slots / 2, ..*bands });
+    planted(|bands| Bands { slots: bands.band, ..*bands });
 }
 
 #[test]
@@ -279,10 +279,10 @@ fn tiles_that_are_dealt_twice_or_never_are_found() {
 fn parts_that_come_with_runs_are_found() {
     let mut found = 0;
     for (bands, parts) in usual_bands() {
-        let whole = (0..bands.all_tiles()).filter(|whole| !bands.places_come_free(*whole));
+        let whole = (0..bands.all_tiles()).filter(|whole| !bands.slots_come_free(*whole));
         found += whole.filter(|whole| check(&bands, parts, *whole).is_err()).count();
     }
-    assert!(found > 0, "the rule of places that come free refuses nothing that is wrong");
+    assert!(found > 0, "the rule of slots that come free refuses nothing that is wrong");
 }
 
 #[test]

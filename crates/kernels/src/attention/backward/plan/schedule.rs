@@ -72,7 +72,7 @@ impl Schedule {
         let deal = Deal::best(Tiles { count, steps: self.steps, group: self.spread.most(), join }, ctas)?;
         // The prepare kernel has two threads per row, and each zeroes one counter word.
         let fits_prepare = self.words(count - deal.whole, 0).turns <= 2 * self.rows;
-        (self.bands.places_come_free(deal.whole) && fits_prepare).then_some(deal)
+        (self.bands.slots_come_free(deal.whole) && fits_prepare).then_some(deal)
     }
 
     /// How to split the last tiles among `ctas`. `None`: hand out whole tiles, as splitting does not pay or has no scratch memory.

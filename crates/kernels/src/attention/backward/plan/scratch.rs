@@ -75,7 +75,7 @@ impl Scratch<u64> {
     }
 
     /// Regions of these sizes in memory.
-    pub fn place(self, memory: Span) -> Scratch<Span> {
+    pub fn at(self, memory: Span) -> Scratch<Span> {
         self.offsets().0.map(|at| memory.from(at))
     }
 }
@@ -125,7 +125,7 @@ mod tests {
             split_sums: 300,
             head_parts: 257,
         };
-        let at = sizes.place(Span::new(1 << 20, sizes.bytes()));
+        let at = sizes.at(Span::new(1 << 20, sizes.bytes()));
         let starts = [at.d_q_sums, at.shift, at.delta, at.counters, at.marks, at.block_table, at.extremes];
         let starts = [&starts[..], &[at.step_ranges, at.exact_words, at.split_sums, at.head_parts]].concat();
         let starts: Vec<u64> = starts.into_iter().map(|span| span.address() - (1 << 20)).collect();

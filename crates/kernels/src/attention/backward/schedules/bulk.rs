@@ -25,7 +25,7 @@ use crate::attention::backward::schedules::{Schedule, run};
 use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::tiles::{Of, Work};
 use crate::attention::backward::walk::{
-    Walk, pack, pack_part, probabilities, score_gradients, send_results, write_result,
+    StepWalk, pack, pack_part, probabilities, score_gradients, send_results, write_result,
 };
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{
@@ -53,7 +53,7 @@ struct Bulk<'a, 'k, T> {
     turns: Turns,
     /// Index of the warpgroup.
     own: Val<'k, u32>,
-    walk: Walk<'a, 'k>,
+    walk: StepWalk<'a, 'k>,
     modifiers: Option<ModifierRole<'a, 'k>>,
 }
 
@@ -87,7 +87,7 @@ where
         let limits = Limits::of_keys(w, &main.map.spans);
         let (barrier, turns) = (w.group_barrier(), w.turns());
         let own = w.group();
-        let walk = Walk::new(w, main);
+        let walk = StepWalk::new(w, main);
         let modifiers = main.modifiers.as_ref().map(|modifiers| modifiers.in_role(w, main.scale));
         Bulk { main, reduce, exchange, s, d_p, d_q, d_k, d_v, p, d_z, limits, barrier, turns, own, walk, modifiers }
     }
@@ -246,7 +246,7 @@ where
         self.main
     }
 
-    fn walk(&self) -> &Walk<'_, 'k> {
+    fn walk(&self) -> &StepWalk<'_, 'k> {
         &self.walk
     }
 

@@ -11,7 +11,7 @@ use crate::attention::backward::modifiers::ModifierRole;
 use crate::attention::backward::schedules::{Products, Schedule, TileEnd, run};
 use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::tiles::Work;
-use crate::attention::backward::walk::{Walk, clear, pack, probabilities, score_gradients};
+use crate::attention::backward::walk::{StepWalk, clear, pack, probabilities, score_gradients};
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{
     Acc, Fragment, Group, GroupBarrier, Half, Major, Pair, RoleBarrier, Scope, Sum, Swizzle, Tile, TileShape, Val, Word,
@@ -35,7 +35,7 @@ struct Columns<'a, 'k, T> {
     barrier: GroupBarrier,
     /// Index of the warpgroup.
     own: Val<'k, u32>,
-    walk: Walk<'a, 'k>,
+    walk: StepWalk<'a, 'k>,
     modifiers: Option<ModifierRole<'a, 'k>>,
 }
 
@@ -68,7 +68,7 @@ where
         let limits = Limits::of_keys(w, &main.map.spans);
         let (all, barrier) = (w.role_barrier(), w.group_barrier());
         let own = w.group();
-        let walk = Walk::new(w, main);
+        let walk = StepWalk::new(w, main);
         let modifiers = main.modifiers.as_ref().map(|modifiers| modifiers.in_role(w, main.scale));
         Columns { main, p_tiles, d_z_tiles, s, d_p, d_q, d_k, d_v, p, d_z, limits, all, barrier, own, walk, modifiers }
     }
@@ -131,7 +131,7 @@ where
         self.main
     }
 
-    fn walk(&self) -> &Walk<'_, 'k> {
+    fn walk(&self) -> &StepWalk<'_, 'k> {
         &self.walk
     }
 

@@ -11,7 +11,7 @@ use crate::attention::backward::Pack;
 use crate::attention::backward::schedules::{Products, Schedule, TileEnd, run};
 use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::tiles::Work;
-use crate::attention::backward::walk::{Walk, clear, pack, probabilities, score_gradients};
+use crate::attention::backward::walk::{StepWalk, clear, pack, probabilities, score_gradients};
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{
     Acc, Fragment, Group, GroupBarrier, Half, Major, Pair, RoleBarrier, Scope, Sum, Tile, Val, Var, Word,
@@ -34,7 +34,7 @@ struct ByKeys<'a, 'k, T> {
     barrier: GroupBarrier,
     /// Number of the warpgroup.
     own: Val<'k, u32>,
-    walk: Walk<'a, 'k>,
+    walk: StepWalk<'a, 'k>,
     /// Whether no step of the tile is done yet.
     fresh: Var<'k, bool>,
 }
@@ -68,7 +68,7 @@ where
         let limits = Limits::of_keys(w, &main.map.spans);
         let (all, barrier) = (w.role_barrier(), w.group_barrier());
         let own = w.group();
-        let walk = Walk::new(w, main);
+        let walk = StepWalk::new(w, main);
         let fresh = w.var(true);
         ByKeys { main, exchange, s, d_p, d_q, d_k, d_v, p, d_z, limits, all, barrier, own, walk, fresh }
     }
@@ -117,7 +117,7 @@ where
         self.main
     }
 
-    fn walk(&self) -> &Walk<'_, 'k> {
+    fn walk(&self) -> &StepWalk<'_, 'k> {
         &self.walk
     }
 

@@ -12,7 +12,7 @@ pub(crate) mod roles;
 
 use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{Of, Work};
-use crate::attention::backward::walk::{Walk, store_results};
+use crate::attention::backward::walk::{StepWalk, store_results};
 use fulgurite_ptx::{Acc, Group, GroupBarrier, Half, Pair, RoleBarrier, Scope, Tile, Val, Word};
 
 /// The operations of a warpgroup on a tile.
@@ -20,7 +20,7 @@ pub(crate) trait Schedule<'k> {
     fn main(&self) -> &Main<'k>;
 
     /// The warpgroup's place among the steps of its tile.
-    fn walk(&self) -> &Walk<'_, 'k>;
+    fn walk(&self) -> &StepWalk<'_, 'k>;
 
     /// Starts a tile: waits for its keys and values, and starts the first products.
     fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>);
@@ -55,7 +55,7 @@ pub(crate) fn run<'k>(w: &Scope<'k, Group>, schedule: &impl Schedule<'k>) {
 /// The end of a tile for schedules whose warpgroups meet at a barrier in each step.
 struct TileEnd<'a, 'k> {
     main: &'a Main<'k>,
-    walk: &'a Walk<'a, 'k>,
+    walk: &'a StepWalk<'a, 'k>,
     /// The warpgroup's accumulators.
     d_q: &'a Acc<'k>,
     d_k: &'a Acc<'k>,

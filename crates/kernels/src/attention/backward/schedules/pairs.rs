@@ -21,7 +21,7 @@
 use crate::attention::backward::schedules::{Schedule, run};
 use crate::attention::backward::state::{CtaPair, Main, Stages};
 use crate::attention::backward::tiles::{Of, Work};
-use crate::attention::backward::walk::{Walk, clear, gradients_of, pack, probabilities, store_tiles, write_result};
+use crate::attention::backward::walk::{StepWalk, clear, gradients_of, pack, probabilities, store_tiles, write_result};
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{
     Acc, AccumulatorChannel, Fragment, Group, GroupBarrier, Half, Major, Pair, PeerTiles, Scope, Sum, Tile,
@@ -54,7 +54,7 @@ impl<'k> Queries<'k> {
 
     /// Adds the d_q of the step before, if there is one, and moves on to the sums of this step.
     #[track_caller]
-    fn add_before(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
+    fn add_before(&self, w: &Scope<'k, Group>, walk: &StepWalk<'_, 'k>) {
         w.when(!self.added.get(), |w| {
             self.add(w, walk);
             walk.forward_sums(w);
@@ -64,13 +64,13 @@ impl<'k> Queries<'k> {
 
     /// Adds the d_q of the last step.
     #[track_caller]
-    fn add_last(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
+    fn add_last(&self, w: &Scope<'k, Group>, walk: &StepWalk<'_, 'k>) {
         self.add(w, walk);
         self.added.set(true);
     }
 
     #[track_caller]
-    fn add(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
+    fn add(&self, w: &Scope<'k, Group>, walk: &StepWalk<'_, 'k>) {
         walk.add(w, &self.d_q, 0..self.d_q.cols() / 8);
     }
 }
@@ -101,7 +101,7 @@ impl<'a, 'k> Between<'a, 'k> {
     }
 
     /// Starts a tile: waits for its keys and values.
-    fn start(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>, work: &Work<'k>, result: &Acc<'k>) {
+    fn start(&self, w: &Scope<'k, Group>, walk: &StepWalk<'_, 'k>, work: &Work<'k>, result: &Acc<'k>) {
         let Stages { keys, values, .. } = &self.main.stages;
         walk.start(w, work);
         clear(result);
@@ -143,7 +143,7 @@ struct ValuesRole<'b, 'a, 'k, T> {
     p: Fragment<'k, T>,
     limits: Limits<'k>,
     barrier: GroupBarrier,
-    walk: Walk<'a, 'k>,
+    walk: StepWalk<'a, 'k>,
 }
 
 /// The role of p and d_v.
@@ -166,7 +166,7 @@ where
         let (s, d_v, p) = (w.accumulators(rows), w.accumulators(main.widths[1]), w.fragment::<T>(rows));
         let limits = Limits::of_keys(w, &main.map.spans);
         let barrier = w.group_barrier();
-        let walk = Walk::of(w, main, of.own);
+        let walk = StepWalk::of(w, main, of.own);
         ValuesRole { between, of, s, d_v, p, limits, barrier, walk }
     }
 
@@ -211,7 +211,7 @@ where
         self.between.main
     }
 
-    fn walk(&self) -> &Walk<'_, 'k> {
+    fn walk(&self) -> &StepWalk<'_, 'k> {
         &self.walk
     }
 
@@ -268,7 +268,7 @@ struct KeysRole<'b, 'a, 'k, T> {
     d_k: Acc<'k>,
     d_z: Fragment<'k, T>,
     barrier: GroupBarrier,
-    walk: Walk<'a, 'k>,
+    walk: StepWalk<'a, 'k>,
 }
 
 /// The role of d_z and d_k.
@@ -289,7 +289,7 @@ where
         let of = Queries::new(w, main, 1);
         let (d_p, d_k, d_z) = (w.accumulators(rows), w.accumulators(main.widths[0]), w.fragment::<T>(rows));
         let barrier = w.group_barrier();
-        let walk = Walk::of(w, main, of.own);
+        let walk = StepWalk::of(w, main, of.own);
         KeysRole { between, of, d_p, d_k, d_z, barrier, walk }
     }
 
@@ -323,7 +323,7 @@ where
         self.between.main
     }
 
-    fn walk(&self) -> &Walk<'_, 'k> {
+    fn walk(&self) -> &StepWalk<'_, 'k> {
         &self.walk
     }
 
