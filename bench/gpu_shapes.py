@@ -1,4 +1,4 @@
-"""Strides that the copy engine cannot take, and head dims up to 512: python bench/gpu_shapes.py (after python/build.py).
+"""Strides that TMA cannot take, and head dims up to 512: python bench/gpu_shapes.py (after python/build.py).
 
 A call on strided tensors must have the bits of the same call on contiguous ones; head dims are checked against float64. Times are
 medians of rounds in which the contenders alternate: a strided call, the same after .contiguous(), and a contiguous one.

@@ -2,6 +2,8 @@
 
 import textwrap
 
+from report_charts import rounded_down
+
 
 def table(header, rows):
     line = lambda cells: "| " + " | ".join(cells) + " |\n"
@@ -28,7 +30,7 @@ def markdown(record):
     setting = textwrap.fill(setting, 150, break_long_words=False, break_on_hyphens=False)
     text = f"# CPU comparison, {record['date']}\n\n{setting}\n\n"
     text += "Speeds are medians, in brackets by the minimum time (\"by bests\"); ratios likewise. CPUs: processor time over wall time.\n\n"
-    both = lambda row, key: f"{row[key + '_median']:.2f} ({row[key + '_best']:.2f})"
+    both = lambda row, key: f"{rounded_down(row[key + '_median'])} ({rounded_down(row[key + '_best'])})"
     speed = lambda t, unit: f"{t['median_' + unit]:.1f} ({t['best_' + unit]:.1f})"
     if of("forward"):
         text += "## Forward, f32, GFLOP/s\n\n"

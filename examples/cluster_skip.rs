@@ -1,6 +1,6 @@
 //! Block skipping with clusters of keys: causal attention over a text that changes its topic again and again, with no regard for
-//! tiles. A tile in which topics meet has a mean that is near none of them; k-means of the keys lets each topic speak for
-//! the keys that are about it. Prints the share of tiles that was kept, and what it cost.
+//! tiles. A tile in which topics meet has a mean that is near none of them; with k-means,
+//! one mean for each cluster stands for its keys. Prints the share of tiles that was kept, and what it cost.
 
 use fulgurite::neighbors::{KMeans, Points};
 use fulgurite::{Mask, Problem, Tensor};
@@ -55,7 +55,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let off: f64 = some.iter().zip(&full).map(|(a, b)| square(a - b)).sum();
         (off / full.iter().map(|&x| square(x)).sum::<f64>()).sqrt()
     };
-    println!("who speaks for the keys             kept   relative error");
+    println!("proxy of the keys                   kept   relative error");
     let show = |name: &str, proxy: Proxy, clusters: bool| -> Result<(f64, f64), Box<dyn std::error::Error>> {
         let (kept, some) = run(Some(proxy), clusters)?;
         let error = error(&some);

@@ -11,10 +11,10 @@ const BUCKETS: usize = 8;
 fn main() -> Result<(), Box<dyn Error>> {
     // Distances 0 to 3 have a bucket each, larger ones share buckets by powers of two.
     let distance = (q() - k()).max(0);
-    // The oracle computes in f64, engines in f32: a little more keeps both on the same side of a whole number.
+    // 0.001 keeps the f32 engines and the f64 oracle on the same side of a whole number before `floor`.
     let logarithm = (distance.clone().max(1).to_float().log() / 2.0f32.ln() + 0.001).floor();
     let bucket = select(distance.clone().less(4), distance, logarithm + 2);
-    // Calls prove beforehand that no index leaves its tensor; the proof is by ranges, so say the range.
+    // Each call checks by ranges that no index leaves its tensor; `min` states the range.
     let bucket = bucket.min(BUCKETS as i32 - 1);
     let problem = Problem::builder()
         .dense(2, 96, 96)
@@ -46,6 +46,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (name, (got, want)) in ["o", "d_q", "d_k", "d_v", "d_table"].iter().zip(got.iter().zip(&want)) {
         let (got, want) = (got.view().to_f64(), want.view().to_f64());
         let size = want.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+        // Written so that a NaN becomes the error.
         let error = got.iter().zip(&want).fold(0.0f64, |m, (g, w)| if (g - w).abs() <= m { m } else { (g - w).abs() });
         println!("{name:>8}: largest {size:.3}, worst error {error:.1e}");
         // Sums of up to 96 x 96 products in f32: some hundred units in the last place.

@@ -137,7 +137,7 @@ def _forward(q, k, v, extras, description):
 
 
 def _backward(q, k, v, extras, o, lse, d_o, d_lse, description):
-    if d_o.is_cuda:  # the copy engine reads rows of contiguous elements
+    if d_o.is_cuda:  # TMA reads rows of contiguous elements
         d_o, d_lse = d_o.contiguous(), None if d_lse is None else d_lse.contiguous()
         # One logit per head, whose gradient is summed in f32.
         extras = [x.float() if role == "sinks" else x for role, x in zip(_describe.roles(description), extras)]

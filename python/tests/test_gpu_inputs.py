@@ -66,7 +66,7 @@ def test_memory_elsewhere_is_refused():
 
 
 def test_any_address_of_an_element_is_taken():
-    """The copy engine needs multiples of 16 bytes; other tensors are packed first."""
+    """TMA needs multiples of 16 bytes; other tensors are packed first."""
     q, k, v = tensors(ROWS, ROWS, ROWS)
     for shift in (1, 3, 7):
         moved = torch.zeros(q.numel() + shift, dtype=q.dtype, device="cuda")[shift:].view(ROWS).copy_(q)

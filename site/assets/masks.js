@@ -6,12 +6,12 @@
     ["causal", "j <= i"],
     ["causal, counted from the end", "j <= i + k_len - q_len"],
     ["sliding window of 256 keys", "(j <= i) & (i - j < 256)"],
-    ["window and 4 sinks", "(j <= i) & ((i - j < 256) | (j < 4))"],
+    ["window and the first 4 keys", "(j <= i) & ((i - j < 256) | (j < 4))"],
     ["documents of 300 tokens", "(i // 300 == j // 300) & (j <= i)"],
     ["prefix of 200 keys", "(j < 200) | (j <= i)"],
     ["dilated: every 4th key", "(j <= i) & ((i - j) % 4 == 0)"],
     ["blocks at powers of two", "(j <= i) & (((i // 64 - j // 64) & (i // 64 - j // 64 - 1)) == 0)"],
-    ["ALiBi, weights below e^-20 hidden", "where(score - (i - j) / 8 > -20, score - (i - j) / 8, -inf)"],
+    ["ALiBi, weights below e^-20 hidden", "where((j <= i) & (score - (i - j) / 8 > -20), score - (i - j) / 8, -inf)"],
   ];
   const NAMES = { i: "i", q_idx: "i", j: "j", kv_idx: "j", b: "0", h: "0", q_len: "ql", k_len: "kl", score: "0", inf: "Infinity" };
   const FUNCTIONS = { abs: 1, floor: 1, exp: 1, log: 1, sqrt: 1, tanh: 1, min: 2, max: 2, where: 3 };
@@ -25,14 +25,23 @@
       rule.lastIndex = at;
       const match = rule.exec(text);
       if (!match) fail(`\`text\` has ${JSON.stringify(text.slice(at).trim()[0])} at ${at + 1}, allowed: an expression of Python; ${ALLOWED}`);
+      if (["and", "or", "not"].includes(match[2])) fail(`\`${match[2]}\` cannot be traced; allowed: &, | and ~, with parentheses around comparisons`);
       found.push({ number: match[1], name: match[2], sign: match[3], at: rule.lastIndex });
       at = rule.lastIndex;
     }
     return found;
   }
 
+  // What a name is called in a Python function for torch tensors; lengths are numbers there.
+  const PYTHON = { where: "torch.where", min: "torch.minimum", max: "torch.maximum", floor: "torch.floor", exp: "torch.exp", log: "torch.log", sqrt: "torch.sqrt", tanh: "torch.tanh", inf: 'float("inf")', q_idx: "i", kv_idx: "j" };
+  const python = (text, { ql, kl }) => text.trim().replace(/[A-Za-z_][A-Za-z_0-9]*/g, (word, at, all) => {
+    if (/[0-9.]/.test(all[at - 1] || "")) return word; // the exponent of a number
+    const known = { ...PYTHON, q_len: `${ql}`, k_len: `${kl}` };
+    return Object.hasOwn(known, word) ? known[word] : word;
+  });
+
   // Python's order of operators, loosest first.
-  const LEVELS = [["or"], ["and"], ["not"], ["<", ">", "<=", ">=", "==", "!="], ["|"], ["^"], ["&"], ["<<", ">>"], ["+", "-"], ["*", "/", "//", "%"]];
+  const LEVELS = [["<", ">", "<=", ">=", "==", "!="], ["|"], ["^"], ["&"], ["<<", ">>"], ["+", "-"], ["*", "/", "//", "%"]];
 
   // Each part is {js, bool}: text of JavaScript made from checked pieces alone, and whether it is a condition.
   function parse(text) {
@@ -45,17 +54,10 @@
       if (++depth > 2000) fail("`text` is nested too deeply, allowed: 100 levels; index a table instead");
       try {
         if (n === LEVELS.length) return unary();
-        if (LEVELS[n][0] === "not") {
-          if (peek() !== "not") return level(n + 1);
-          next++;
-          const a = level(n);
-          if (!a.bool) fail("`not` is before a number, allowed: a condition");
-          return { js: `(!${a.js})`, bool: true };
-        }
         let a = level(n + 1), compared = false;
         while (LEVELS[n].includes(peek())) {
           const sign = all[next++].sign || all[next - 1].name, b = level(n + 1);
-          if (n === 3 && compared) fail("`text` compares three values at once, allowed: two; write (a < b) & (b < c)");
+          if (n === 0 && compared) fail("`text` compares three values at once, allowed: two; write (a < b) & (b < c)");
           compared = true;
           a = join(sign, a, b);
         }
@@ -63,7 +65,6 @@
       } finally { depth--; }
     }
     function join(sign, a, b) {
-      if (sign === "and" || sign === "or") { both(sign, a, b, true); return { js: `(${a.js} ${sign === "and" ? "&&" : "||"} ${b.js})`, bool: true }; }
       if ("&|^".includes(sign)) {
         both(sign, a, b, a.bool);
         if (!a.bool) return { js: `(${a.js} ${sign} ${b.js})`, bool: false };
@@ -178,7 +179,7 @@
         + line("visible pairs", share(pairs, ql * kl)) + line("GFLOP of a head, forward", `${giga(computed)} of ${giga(ql * kl)} without a mask`)
         + line("FLOPs saved", share(ql * kl - computed, ql * kl)) + "</tbody></table></div>";
       const name = found.bool ? "mask_mod=lambda b, h, i, j: " : "score_mod=lambda score, b, h, i, j: ";
-      get("python").textContent = `fulgurite.attention(q, k, v, ${name}${text.trim()})`;
+      get("python").textContent = `fulgurite.attention(q, k, v, ${name}${python(text, { ql, kl })})`;
       get("error").textContent = "";
     } catch (error) {
       get("error").textContent = error.message;

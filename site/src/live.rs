@@ -61,7 +61,7 @@ pub fn write_all(root: &Path, folder: &Path) -> Result<(), Box<dyn Error>> {
         let data = timeline::of(root, one.kernel, &one.sizes)?;
         let body = format!(
             "<h1>{}</h1>\n<p>{}: {}. One CTA by the simulator's approximate clock: each row is a role of warps, the tensor cores or \
-             the copy engine. Pale bars wait. Scroll or press + and - to zoom, drag to move, click a bar to see its Rust line, its PTX and \
+             TMA. Pale bars wait. Scroll or press + and - to zoom, drag to move, click a bar to see its Rust line, its PTX and \
              what it waited for.</p>\n{}",
             one.title,
             layout::escape(data["summary"].as_str().unwrap_or_default()),

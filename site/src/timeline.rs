@@ -58,7 +58,7 @@ fn words(track: &Track) -> String {
         Track::Role(role, number) if role.is_empty() => format!("threads {number}"),
         Track::Role(role, number) => format!("{role} {number}"),
         Track::Tensor => "tensor cores".into(),
-        Track::Copy => "copy engine".into(),
+        Track::Copy => "TMA".into(),
     }
 }
 
@@ -126,7 +126,7 @@ mod tests {
         let sizes = Sizes { m: 128, n: 256, k: 128, ..Sizes::default() };
         let found = of(root, "gemm-bf16-nt", &sizes).unwrap();
         let tracks: Vec<&str> = found["tracks"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
-        assert!(tracks.contains(&"tensor cores") && tracks.contains(&"copy engine"), "{tracks:?}");
+        assert!(tracks.contains(&"tensor cores") && tracks.contains(&"TMA"), "{tracks:?}");
         let lines = found["lines"].as_array().unwrap();
         let has = |field: &str| lines.iter().filter(|line| !line[field].as_array().unwrap().is_empty()).count();
         assert!(has("rust") == lines.len() && 2 * has("ptx") > lines.len(), "{lines:#?}");

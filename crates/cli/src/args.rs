@@ -56,8 +56,8 @@ pub enum Command {
 /// The engine.
 #[derive(Debug, Clone, clap::Args)]
 pub struct EngineArgs {
-    /// best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, cuda:mma.sync, sim, sim:ARCH (as sm_80)
-    /// or oracle
+    /// best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, cuda:wgmma, cuda:mma.sync,
+    /// cuda:tcgen05, sim, sim:ARCH (as sm_80) or oracle
     #[arg(long, default_value = "best", value_name = "NAME")]
     pub engine: Choice,
     /// Threads; one per core if not given

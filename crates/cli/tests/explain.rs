@@ -31,7 +31,7 @@ fn gradients_are_explained_without_a_gpu() {
     let on_gpu = &found["on_gpu"];
     assert_eq!((&found["pass"], &on_gpu["kernel"]), (&"backward".into(), &"attention_backward".into()));
     assert!(on_gpu["tile_config"].as_str().unwrap().starts_with("share=keys rows=80 adds=engine"), "{found}");
-    assert!(on_gpu["why"].as_str().unwrap().contains("the copy engine adds d_q"), "{found}");
+    assert!(on_gpu["why"].as_str().unwrap().contains("TMA adds d_q"), "{found}");
     // 32 tiles of 128 keys see 52 steps of 80 queries each, the last not whole, in 16 heads.
     assert_eq!(on_gpu["blocks"], 16 * 32 * 52);
     // Five products of 2 x 128 x 80 x 128 FLOP, of which a multiprocessor does 4096 a cycle.

@@ -1,4 +1,4 @@
-//! The driver's description of a tensor that the copy engine moves: pure arithmetic, no driver calls.
+//! The driver's description of a tensor that TMA moves: pure arithmetic, no driver calls.
 
 use fulgurite_ptx::device::TensorSpan;
 use fulgurite_ptx::kernel::BoxShape;

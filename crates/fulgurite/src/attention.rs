@@ -215,7 +215,8 @@ impl<'a> Attention<'a> {
         self.build(|b| b.precision(precision))
     }
 
-    /// Sets the engine; the default is [`Choice::Best`].
+    /// Sets the engine; the default is [`Choice::Best`], the CPU. [`Choice::Cuda`] copies the tensors to the GPU and back;
+    /// [`gpu::Session`](crate::gpu::Session) takes tensors that are there.
     pub fn engine(mut self, choice: Choice) -> Self {
         self.choice = choice;
         self

@@ -17,6 +17,7 @@ use thiserror::Error;
 /// assert_eq!("best".parse(), Ok(Choice::Best));
 /// assert_eq!("cpu:avx2".parse(), Ok(Choice::CpuIsa(Isa::Avx2)));
 /// assert_eq!("cuda:mma.sync".parse(), Ok(Choice::CudaUnit(TensorUnit::MmaSync)));
+/// assert_eq!("cuda:tcgen05".parse(), Ok(Choice::CudaUnit(TensorUnit::Tcgen05)));
 /// assert_eq!("sim:sm_80".parse(), Ok(Choice::SimArch(Arch::SM_80)));
 /// assert_eq!(Choice::Oracle.to_string(), "oracle");
 /// ```
@@ -32,7 +33,7 @@ pub enum Choice {
     CpuIsa(Isa),
     /// The first NVIDIA GPU. Host tensors are copied there and back, so it is used only on request.
     Cuda,
-    /// The first NVIDIA GPU, with this instruction for the products of forward attention; [`Cuda`](Self::Cuda) uses the
+    /// The first NVIDIA GPU, with this instruction for the products of attention and its gradients; [`Cuda`](Self::Cuda) uses the
     /// GPU's fastest one.
     CudaUnit(TensorUnit),
     /// The GPU kernels on a simulator that checks every access. Slow, so it is used only on request.
@@ -49,7 +50,7 @@ pub enum Choice {
 pub enum ChoiceError {
     /// An unknown name.
     #[error(
-        "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, cuda:wgmma, cuda:mma.sync, sim, sim:ARCH with one of {archs}, oracle",
+        "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, cuda:wgmma, cuda:mma.sync, cuda:tcgen05, sim, sim:ARCH with one of {archs}, oracle",
         archs = Arch::names()
     )]
     Name {
@@ -86,6 +87,7 @@ impl FromStr for Choice {
             "cuda" => Some(Choice::Cuda),
             "cuda:wgmma" => Some(Choice::CudaUnit(TensorUnit::Wgmma)),
             "cuda:mma.sync" => Some(Choice::CudaUnit(TensorUnit::MmaSync)),
+            "cuda:tcgen05" => Some(Choice::CudaUnit(TensorUnit::Tcgen05)),
             "sim" => Some(Choice::Sim),
             "oracle" => Some(Choice::Oracle),
             _ => match text.strip_prefix("sim:") {

@@ -149,7 +149,7 @@ pub fn explain_backward(
     };
     let adds = match config.adds {
         Adds::Threads => "threads add d_q from registers",
-        Adds::CopyEngine => "the copy engine adds d_q from shared memory",
+        Adds::CopyEngine => "TMA adds d_q from shared memory",
     };
     let from = origin(config, &tables.backward, longest.next_multiple_of(8), k_len as u64);
     let units = step_units(builder, &problem, config, Counted { kernel: &kernels.main.name, target, tables })?;

@@ -1,10 +1,13 @@
-//! Fast attention on CPUs and GPUs, from one description of the problem.
+//! Attention with gradients on CPUs and NVIDIA GPUs, from one description of the problem.
 //!
-//! Three entry points, from the most convenient to the most flexible:
+//! [`attention`] runs on the CPU unless you ask: `.engine(Choice::Cuda)` copies host tensors to the GPU and back.
+//!
+//! Four entry points, from the most convenient to the most flexible:
 //!
 //! 1. [`attention`]: tensors in, tensors out. The shapes define the problem.
 //! 2. [`engine`]: a [`Problem`] built once, run many times on an [`Engine`] that was chosen once.
 //! 3. [`Engine::forward_into`]: runs without allocation; the caller owns the outputs.
+//! 4. [`gpu::Session`]: tensors in device memory, on a stream of the caller, without copies.
 //!
 //! ```
 //! use fulgurite::{Tensor, attention};
@@ -25,12 +28,15 @@
 //! `fulgurite-core` and its f64 oracle define the results; this crate contains no mathematics. It chooses the engine,
 //! and explains the choice ([`explain`]).
 //!
-//! The feature `ndarray` (off by default) accepts `ndarray` arrays wherever a tensor is read.
+//! Two features are off by default: `ndarray` accepts `ndarray` arrays wherever a tensor is read, and `candle` gives
+//! attention with gradients to `candle-core`.
 
 #![forbid(unsafe_code)]
 
 mod adder;
 mod attention;
+#[cfg(feature = "candle")]
+pub mod candle;
 mod choice;
 mod cpu;
 mod cycles;
@@ -58,9 +64,10 @@ pub use select::{engine, engine_with, engines, explain};
 pub use view::{AsView, ViewError};
 
 pub use fulgurite_core::{
-    BlockLists, BlockMask, BlockSpec, DType, Delta, DeviceId, DeviceMemory, Exp, Expr, Forward, GradientOutputs,
-    Gradients, GroupAttention, Inputs, Int8Attention, Mask, Outputs, Place, Precision, PrecisionError, Problem,
-    ProblemBuilder, Rescale, Saved, Tensor, TensorView, TensorViewMut, bf16, f16,
+    BlockError, BlockLists, BlockMask, BlockSpec, DType, Delta, DeviceId, DeviceMemory, Exp, Expr, Forward,
+    GradientOutputs, Gradients, GroupAttention, InputError, Inputs, Int8Attention, Mask, Outputs, Place, Precision,
+    PrecisionError, Problem, ProblemBuilder, ProblemError, Rescale, Saved, Tensor, TensorError, TensorView,
+    TensorViewMut, bf16, f16,
 };
 pub use fulgurite_core::{expr, format};
 pub use fulgurite_cpu::{Counters, Isa, PackedError, PackedQkv, cache, packed_forward};

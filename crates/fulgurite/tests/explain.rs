@@ -149,7 +149,8 @@ fn altered<T: TileConfig>(rng: &mut Rng, config: T) -> Result<T, String> {
 fn any_configuration_of_a_profile_is_planned_or_refused() {
     let mut rng = Rng::new(36);
     let [mut planned, mut refused] = [0; 2];
-    for _ in 0..150 {
+    let [all, least] = if std::env::var_os("FULGURITE_LONG").is_some() { [150, 10] } else { [50, 3] };
+    for _ in 0..all {
         let dim = pick(&mut rng, &[64, 128, 256]);
         let problem = Problem::builder().heads(2, 1).head_dim(dim).dtype(DType::Bf16).mask(Mask::causal());
         let tables = gpu::Tables::default();
@@ -174,5 +175,5 @@ fn any_configuration_of_a_profile_is_planned_or_refused() {
             }
         }
     }
-    assert!(planned >= 10 && refused >= 10, "{planned} planned, {refused} refused");
+    assert!(planned >= least && refused >= least, "{planned} planned, {refused} refused");
 }

@@ -1,4 +1,4 @@
-//! Tensors that lie so that the copy engine cannot take them, on the simulated GPU: copied by launches before and after,
+//! Tensors that lie so that TMA cannot take them, on the simulated GPU: copied by launches before and after,
 //! against the oracle by the tolerance rule. What lies between elements is NaN, and must neither be read nor written.
 
 use fulgurite_core::expr::{k, q};
@@ -170,7 +170,7 @@ fn sequences_that_begin_between_rows_where_lengths_differ() {
     let between = Gaps { before: 0, after: [8, 0, 0] };
     let builder = dense(2, 70, 90).used_lengths(false, true);
     assert_eq!(check("used", builder, [NONE, between, NONE, NONE], Some(&[90, 33])), ["k"]);
-    // Lengths are the same: the copy engine takes it.
+    // Lengths are the same: TMA takes it.
     assert_eq!(check("equal", dense(2, 70, 90), [NONE, between, NONE, NONE], None), [""; 0]);
 }
 

@@ -94,7 +94,7 @@ impl<'k, C: 'static> Params<'k, C> {
         self.builder.array(name)
     }
 
-    /// A tensor of `rank` axes that the copy engine moves in tiles of this shape.
+    /// A tensor of `rank` axes that TMA moves in tiles of this shape.
     #[track_caller]
     pub fn tensor(
         &self,

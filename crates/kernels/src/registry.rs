@@ -447,7 +447,7 @@ const OPERATORS: &[Entry] = &[entry!(VECTOR_ADD), entry!(ROW_SOFTMAX), entry!(RO
 const AUXILIARY: &[Entry] = &[
     Entry {
         name: "attention-pack",
-        summary: "a tensor of 16-bit elements whose strides the copy engine cannot take, packed",
+        summary: "a tensor of 16-bit elements whose strides TMA cannot take, packed",
         build: |target| repack::kernel(target, repack::Direction::Pack),
         example: None,
     },

@@ -7,7 +7,7 @@ use crate::parts::exp::{Element, exp2};
 use crate::tensor_operator::{Call, Round, TensorOperator};
 use crate::tensor_type::{TensorType, f32_matrix};
 use fulgurite_core::Exp;
-use fulgurite_ptx::{Block, BuildError, Scope, Shared, Target, Val};
+use fulgurite_ptx::{BuildError, Cta, Scope, Shared, Target, Val};
 use std::f32::consts::LOG2_E;
 
 /// Threads of a CTA, which computes one row.
@@ -60,7 +60,7 @@ fn build<'k>(p: &Params<'k, Call>, exp: Exp) {
         // In a row of -inf, subtract 0: inf - inf would be NaN.
         let shift = m.gt(f32::NEG_INFINITY).select::<f32>(m, 0.0);
         // The loop has one body for all elements, so an `Exp` that mixes polynomials and `ex2` uses the one with the larger share.
-        let numerator = |w: &Scope<'k, Block>, j| exp2(exp, Element::ALONE, (x.load(w, j) - shift) * LOG2_E);
+        let numerator = |w: &Scope<'k, Cta>, j| exp2(exp, Element::ALONE, (x.load(w, j) - shift) * LOG2_E);
 
         let l = w.var(0.0f32);
         w.each(w.thread(), cols, THREADS, |w, j| l.set(l.get() + numerator(w, j)));
@@ -72,7 +72,7 @@ fn build<'k>(p: &Params<'k, Call>, exp: Exp) {
 
 /// Reduces `x` over all threads of the CTA: first over the lanes of each warp, then over the warps' results.
 fn of_block<'k>(
-    w: &Scope<'k, Block>,
+    w: &Scope<'k, Cta>,
     partial: Shared<'k, f32>,
     at: u32,
     x: Val<'k, f32>,

@@ -240,7 +240,7 @@ fn gradients_assemble() {
         .into_iter()
         .enumerate()
         {
-            // With one head of queries for each of keys, the copy engine's kernels are others: in turn, or all.
+            // With one head of queries for each of keys, TMA's kernels are others: in turn, or all.
             let heads: &[_] = if dims[0] > 128 {
                 &[1]
             } else if long {
@@ -402,7 +402,7 @@ fn spread_gradients(assembler: &Assembler, problem: &ProblemBuilder, order: Orde
     kernels.all().filter_map(|kernel: &Arc<Kernel>| faults(assembler, kernel)).map(what).collect()
 }
 
-/// The copy engine adds in either order, and in a fixed one waits for its turn.
+/// TMA adds in either order, and in a fixed one waits for its turn.
 #[test]
 fn the_copy_engine_adds_in_turn() {
     for packed in [false, true] {

@@ -53,7 +53,7 @@ pub struct Arch {
     pub tensor_columns: u32,
     /// CTAs of the largest portable cluster; 1 on architectures without clusters.
     pub cluster: u32,
-    /// Whether the copy engine (TMA) moves boxes of tensors.
+    /// Whether TMA moves boxes of tensors.
     pub tma: bool,
     /// Whether warpgroups can hand registers to each other with `setmaxnreg`.
     pub setmaxnreg: bool,

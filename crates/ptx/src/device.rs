@@ -163,7 +163,7 @@ impl Module {
     }
 }
 
-/// A tensor in a device's memory, as the copy engine sees it.
+/// A tensor in a device's memory, as TMA sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpan {
     /// Memory of the whole tensor.
@@ -212,7 +212,7 @@ pub enum Value {
     U64(u64),
     /// An array in device memory.
     Pointer(Span),
-    /// A tensor for the copy engine.
+    /// A tensor for TMA.
     Tensor(TensorSpan),
 }
 
@@ -280,7 +280,7 @@ pub enum LaunchError {
         /// Required alignment in bytes.
         align: u64,
     },
-    /// A tensor that the copy engine does not accept.
+    /// A tensor that TMA does not accept.
     #[error("kernel `{kernel}`: `{param}` {what}")]
     Tensor {
         /// Name of the kernel.

@@ -94,7 +94,7 @@ pub enum BuildError {
         /// Rust source line of the branch.
         branch: String,
     },
-    /// A shape that an instruction or the copy engine does not accept.
+    /// A shape that an instruction or TMA does not accept.
     #[error("kernel `{kernel}`, {at}: {what}")]
     Shape {
         /// Name of the kernel.

@@ -1,4 +1,4 @@
-//! Tensors in global memory, which the copy engine moves tile by tile.
+//! Tensors in global memory, which TMA moves tile by tile.
 
 use crate::build::{Builder, Scope, Thread, Val, Who};
 use crate::device::RAGGED_ROWS;
@@ -9,7 +9,7 @@ use crate::table::{bulk, convert};
 use crate::tile::Tile;
 use std::panic::Location;
 
-/// A tensor parameter, as the copy engine sees it.
+/// A tensor parameter, as TMA sees it.
 #[derive(Clone, Copy)]
 pub(crate) struct TensorParam<'k> {
     pub k: &'k Builder,
@@ -46,7 +46,7 @@ pub struct Tensor<'k> {
     tile: TileShape,
 }
 
-/// A range of rows of a tensor, such as one sequence among others. The copy engine does not know where it ends.
+/// A range of rows of a tensor, such as one sequence among others. TMA does not know where it ends.
 #[derive(Clone, Copy)]
 pub struct Slice<'k> {
     /// Index of the first row.

@@ -261,7 +261,7 @@ pub enum Unit {
     Shared,
     /// Loads and stores of global memory, and of parameters.
     Global,
-    /// The copy engine (TMA).
+    /// TMA.
     Copy,
     /// The tensor cores.
     Tensor,

@@ -6,7 +6,7 @@ use crate::inst::{Class, Op, Reg};
 use crate::product::{Number, Swizzle};
 use std::panic::Location;
 
-/// Shape of the box that the copy engine moves in one transfer of a tensor.
+/// Shape of the box that TMA moves in one transfer of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct BoxShape {
     /// Element type of the tensor.
@@ -28,7 +28,7 @@ pub enum ParamKind {
     U64,
     /// An address in global memory, aligned to this many bytes.
     Pointer(u32),
-    /// A tensor that the copy engine reads or writes in boxes of this shape.
+    /// A tensor that TMA reads or writes in boxes of this shape.
     Tensor(BoxShape),
 }
 

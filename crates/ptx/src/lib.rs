@@ -39,8 +39,8 @@ mod wgmma;
 pub use accumulators::{Acc, Fragment, Sum};
 pub use arch::{Arch, Target, TensorUnit};
 pub use build::{
-    Block, Builder, F32x2, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer,
-    RoleBarrier, RoleSize, Scope, Shared, Thread, Turns, Val, Var, WarpRole, Warpgroups, Warps, Who, WholeWarps, Word,
+    Builder, Cta, F32x2, Group, GroupBarrier, Half, IntoVal, Leave, Pair, ParamNumber, Pointer, RoleBarrier, RoleSize,
+    Scope, Shared, Thread, Turns, Val, Var, WarpRole, Warpgroups, Warps, Who, WholeWarps, Word,
 };
 pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;

@@ -19,7 +19,7 @@ pub enum Special {
     /// Index of the thread in its warp.
     Lane,
     /// Index of the CTA in the grid.
-    Block,
+    Cta,
     /// Number of CTAs in the grid.
     Blocks,
     /// Second axis of the CTA's index.
@@ -51,7 +51,7 @@ impl Special {
     pub const NAMES: &'static [(&'static str, Special)] = &[
         ("%tid.x", Special::Thread),
         ("%laneid", Special::Lane),
-        ("%ctaid.x", Special::Block),
+        ("%ctaid.x", Special::Cta),
         ("%nctaid.x", Special::Blocks),
         ("%ctaid.y", Special::BlockY),
         ("%ctaid.z", Special::BlockZ),
@@ -80,7 +80,7 @@ pub struct MemoryAddress {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
     /// Threads of the CTA.
-    Block,
+    Cta,
     /// Threads of the cluster.
     Cluster,
     /// Threads of the device.
@@ -155,7 +155,7 @@ pub enum Group {
 pub enum Fence {
     /// Orders the thread's own accesses, within a scope.
     Thread(MemoryOrder),
-    /// Orders the thread's accesses with those of the copy engine and the tensor cores, in this space or (`None`) in
+    /// Orders the thread's accesses with those of TMA and the tensor cores, in this space or (`None`) in
     /// all.
     Proxy(Option<Space>),
     /// Makes initialised mbarriers visible to the cluster.

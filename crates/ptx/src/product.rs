@@ -142,7 +142,7 @@ pub enum Major {
 }
 
 /// A tile in shared memory: `rows` rows of `cols` elements. It is stored in chunks of one swizzle line's width, each
-/// with all rows: `[cols / chunk][rows][chunk]`. The copy engine writes boxes of one line's width in this order.
+/// with all rows: `[cols / chunk][rows][chunk]`. TMA writes boxes of one line's width in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TileShape {
     /// Element type.
@@ -407,7 +407,7 @@ pub fn mma_sync(numbers: [Number; 3], a: &[Lanes], b: &[Lanes], c: &[Lanes]) -> 
 mod tests {
     use super::*;
 
-    /// The copy engine, the builder and the tensor core must agree on the address of every element.
+    /// TMA, the builder and the tensor core must agree on the address of every element.
     #[test]
     fn descriptors_find_what_tiles_hold() {
         for number in [Number::Bf16, Number::E4m3, Number::Tf32] {

@@ -124,7 +124,7 @@ impl Builder {
     pub(crate) fn start_tensor_memory(&self) {
         let Some((columns, word, at)) = self.tensor_columns() else { return };
         self.placed(at, || {
-            let scope = Scope::<crate::build::Block>::new(self);
+            let scope = Scope::<crate::build::Cta>::new(self);
             let first = (scope.thread() / 32).of_first_lane().eq(0);
             let to = self.shared_address(word).in_register();
             let group = Arg::Word(self.tensor_group().word());
@@ -146,7 +146,7 @@ impl Builder {
     pub(crate) fn end_tensor_memory(&self) {
         let Some((columns, word, at)) = self.tensor_columns() else { return };
         self.placed(at, || {
-            let scope = Scope::<crate::build::Block>::new(self);
+            let scope = Scope::<crate::build::Cta>::new(self);
             scope.sync_warp();
             self.emit(&rows::FENCE, [Arg::Word("before")]);
             self.emit(&sync::BAR_ALL, []);

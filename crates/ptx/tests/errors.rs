@@ -709,7 +709,7 @@ fn parts_of_tensor_memory() {
         (
             message(&|k, w| {
                 let ring = k.tensor_ring_in_parts("s", 1, 64, 2);
-                ring.publish(w, Which::Number(0), 2);
+                ring.publish(w, Which::Index(0), 2);
             }),
             "part 2 of a tile in 2 parts, allowed: smaller numbers",
         ),

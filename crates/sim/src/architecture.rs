@@ -48,7 +48,7 @@ pub struct Architecture {
     pub barrier_latency: u64,
     /// Cycles until another CTA of the cluster sees a signal, or a copy from shared to shared memory has arrived.
     pub peer_latency: u64,
-    /// Bytes that the copy engine of an SM moves.
+    /// Bytes that TMA of an SM moves.
     pub copy_bytes: f64,
     /// Cycles by which an instruction may be late before it holds up those after it: what the assembler hides by its order.
     pub window: u64,

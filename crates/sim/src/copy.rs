@@ -80,7 +80,7 @@ pub(crate) fn key(lane: u32, queue: Queue) -> (u32, u8) {
     (lane, queue_key(queue))
 }
 
-/// The runs of global memory of a box, row by row; parts outside the tensor belong to none. Outward, the copy engine
+/// The runs of global memory of a box, row by row; parts outside the tensor belong to none. Outward, TMA
 /// writes whole units of 16 bytes, even past the end of a row (observed on an H200).
 pub(crate) fn box_runs(shape: &BoxShape, tensor: &TensorSpan, at: &[i32], inward: bool) -> Vec<(u32, u32, u64)> {
     let element = u64::from(shape.number.bytes());

@@ -61,7 +61,7 @@ impl fmt::Display for Party {
 pub enum Fault {
     /// Two accesses that nothing orders, one of them a write.
     Race,
-    /// A write and an access of the copy engine or the tensor cores, ordered, but with no proxy fence between them.
+    /// A write and an access of TMA or the tensor cores, ordered, but with no proxy fence between them.
     ProxyRace,
     /// Memory is read that was never written.
     Uninitialised,

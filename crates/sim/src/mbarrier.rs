@@ -18,7 +18,7 @@ pub(crate) struct Bar {
     pub bytes: i64,
     pub phase: u32,
     pub comp: Comp,
-    /// Its initialisation; `published`: whether a fence made it visible to the cluster and to the copy engine.
+    /// Its initialisation; `published`: whether a fence made it visible to the cluster and to TMA.
     pub made: Access,
     pub published: bool,
     /// Knowledge released in this phase; `past`: in the phases before.
@@ -40,7 +40,7 @@ pub(crate) struct User<'a> {
     pub clock: &'a Clock,
     pub access: Access,
     pub lane: Option<u32>,
-    /// Whether it is in another CTA, or is the copy engine.
+    /// Whether it is in another CTA, or is TMA.
     pub far: bool,
     /// Whether it releases all its knowledge, or only the knowledge of finished work.
     pub releases: bool,

@@ -157,7 +157,7 @@ pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, what:
     let access = access_of(v.warp, v.block_index(), v.warp.pc, true);
     // A release among the threads of the CTA tells another CTA what is finished, and no more.
     let releases = |order: MemoryOrder| match order {
-        MemoryOrder::Release(scope) | MemoryOrder::AcquireRelease(scope) => !far || scope != Scope::Block,
+        MemoryOrder::Release(scope) | MemoryOrder::AcquireRelease(scope) => !far || scope != Scope::Cta,
         _ => false,
     };
     let now = v.warp.now;

@@ -9,8 +9,9 @@
 //! **Promise.** A race between warps, CTAs, copies and products on the executed path is found whatever the schedule
 //! was, down to single bytes, as long as no third access to the same four bytes came in between. Reported accesses are
 //! unordered by PTX's rules, with three deviations that follow public kernels. A relaxed arrival may signal a completed
-//! asynchronous read. An asynchronous read of a warpgroup counts as finished when one of its warps has waited. A proxy
-//! fence counts only for the accesses of the warp that executes it. Not found: races between lanes of one warp, and
+//! asynchronous read. An asynchronous read of a warpgroup counts as finished when one of its warps has waited. A read needs
+//! no proxy fence before the copy that overwrites it. In one point the detector is stricter than PTX: a proxy fence counts
+//! only for the accesses of the warp that executes it. Not found: races between lanes of one warp, and
 //! synchronisation whose scope is too narrow.
 
 use crate::clock::{Clock, Comp, Part};

@@ -3,7 +3,7 @@
 //! CTAs go to the SMs in turn, and those of an SM share its units. A warp issues in order, and does not stop at an
 //! instruction whose operands come later: the assembler's order hides up to [`Architecture::window`] cycles. An instruction
 //! holds its unit for as long as the unit's rate says, and its results come after the unit's latency. Products and copies
-//! queue for the tensor cores and the copy engine. Caches, bank conflicts and the traffic of other SMs are ignored.
+//! queue for the tensor cores and TMA. Caches, bank conflicts and the traffic of other SMs are ignored.
 
 use crate::copy::{Copy, End};
 use crate::finding::Line;
@@ -21,7 +21,7 @@ pub enum Track {
     Role(String, u32),
     /// The tensor cores.
     Tensor,
-    /// The copy engine.
+    /// TMA.
     Copy,
 }
 
@@ -184,7 +184,7 @@ fn track_name(track: &Track) -> String {
         Track::Role(role, number) if role.is_empty() => format!("threads {number}"),
         Track::Role(role, number) => format!("{role} {number}"),
         Track::Tensor => "tensor cores".into(),
-        Track::Copy => "copy engine".into(),
+        Track::Copy => "TMA".into(),
     }
 }
 

@@ -312,7 +312,7 @@ impl Machine for View<'_, '_> {
         u64::from(match which {
             Special::Thread => self.warp.index * 32 + lane,
             Special::Lane => lane,
-            Special::Block => block.at[0],
+            Special::Cta => block.at[0],
             Special::BlockY => block.at[1],
             Special::BlockZ => block.at[2],
             Special::Blocks => self.world.grid[0],

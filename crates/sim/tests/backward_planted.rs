@@ -151,7 +151,7 @@ fn in_the_sums_of_two_blocks() {
     check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
 }
 
-/// What the copy engine adds, and results that leave through the same places.
+/// What TMA adds, and results that leave through the same places.
 #[test]
 fn in_what_the_copy_engine_adds() {
     let case = case(1);
@@ -379,7 +379,7 @@ fn in_the_order_of_sums() {
         if by_pairs {
             unordered.push(("told before anything was added", drop_waits_at(k(), wait("self.messages.wait_free(t)"))));
         }
-        // By the copy engine, what is sent waits longer than there is room for messages, so that nobody writes over one; and here
+        // By TMA, what is sent waits longer than there is room for messages, so that nobody writes over one; and here
         // additions arrive when they are started, so that telling too soon does not show.
         check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
 

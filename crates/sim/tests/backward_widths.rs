@@ -22,7 +22,7 @@ fn case(dims: [usize; 2], seed: u64) -> Case {
     }
 }
 
-/// Head dims 65 to 128, whose d_q the copy engine adds.
+/// Head dims 65 to 128, whose d_q TMA adds.
 #[test]
 fn odd_rows_by_the_copy_engine() {
     for (seed, dims) in (1..).zip([[96, 96], [80, 80], [112, 112], [72, 128], [128, 40], [96, 64], [64, 96]]) {

@@ -77,7 +77,7 @@ fn timelines_show_the_pipeline() {
         let end = ends.insert(tid as u64, start + length).unwrap_or(0.0);
         assert!(start >= end - 1e-9, "{line} begins before {end}");
     }
-    assert!(trace.contains("\"name\":\"copy engine\"") && timeline.svg(0).contains("tensor cores"));
+    assert!(trace.contains("\"name\":\"TMA\"") && timeline.svg(0).contains("tensor cores"));
     // The same again is the same.
     let again = Sim::new(Options { order: Interleaving::Timed, ..Options::default() });
     pipeline::run(&again, pipeline::kernel(), 1, 6).unwrap();

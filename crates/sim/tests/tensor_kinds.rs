@@ -42,7 +42,7 @@ fn one_tile(target: Target, [a, b]: [Number; 2]) -> Result<Kernel, BuildError> {
         let bytes = matches!(a, Number::S8 | Number::U8);
         let (floats, integers) = (k.pointer::<f32>("c"), k.pointer::<i32>("c_integers"));
         let ring = k.pipe("operands", 1, &shapes);
-        let (sums, which) = (k.tensor_ring("sums", 1, 1, COLS), Which::Number(0));
+        let (sums, which) = (k.tensor_ring("sums", 1, 1, COLS), Which::Index(0));
         k.role("store", Warpgroups(1), |w| {
             let (acc, first) = (sums.await_full(w, which), w.thread() * COLS);
             if bytes {
@@ -368,7 +368,7 @@ fn written(scales: Scales) -> Kernel {
         let ring = k.pipe("operands", 1, &shapes);
         let written = k.pipe("scales", 1, &[scale_tile(128, 4), scale_tile(COLS, 4)]);
         let places = ["scales of A", "scales of B"].map(|name| k.tensor_scales(name, 1, 128, 4));
-        let (sums, which) = (k.tensor_ring("sums", 1, 1, COLS), Which::Number(0));
+        let (sums, which) = (k.tensor_ring("sums", 1, 1, COLS), Which::Index(0));
         k.role("store", Warpgroups(1), |w| {
             let barrier = w.group_barrier();
             written.fill(w, &barrier, |w, tiles| {

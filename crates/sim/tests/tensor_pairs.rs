@@ -26,12 +26,12 @@ enum Also {
 
 /// Stores the rows of a warpgroup, and answers.
 fn take<'k>(w: &Scope<'k, Group>, sums: &TensorRing<'k>, c: Pointer<'k, f32>) {
-    let (acc, row) = (sums.await_full(w, Which::Number(0)), w.row_accumulators(COLS));
+    let (acc, row) = (sums.await_full(w, Which::Index(0)), w.row_accumulators(COLS));
     w.load_tensor(&row, acc);
     w.wait_tensor_loads();
     let first = w.cta().mul_add(128, w.thread()) * COLS;
     (0..).zip(row.elements()).for_each(|(i, x)| c.store(w, first + i, x));
-    sums.give_back(w, Which::Number(0));
+    sums.give_back(w, Which::Index(0));
 }
 
 /// C = A B of one tile of a pair: A [256][64], B [64][64].
@@ -43,7 +43,7 @@ fn pair(also: Also) -> Kernel {
         let (a, b) = (k.tensor("a", shapes[0], 2), k.tensor("b", shapes[1], 2));
         let (c, copy) = (k.pointer::<f32>("c"), k.pointer::<f32>("copy"));
         let operands = pair.pipe("operands", 1, &shapes);
-        let (sums, which) = (pair.tensor_ring("sums", 1, 1, COLS), Which::Number(0));
+        let (sums, which) = (pair.tensor_ring("sums", 1, 1, COLS), Which::Index(0));
         k.role("store", Warpgroups(1), |w| match also {
             Also::EndsEarly => pair.lead(w, |w| take(w, &sums, c)),
             _ => take(w, &sums, c),

@@ -35,7 +35,7 @@ fn kernel(target: Target) -> Kernel {
         // The product in s is not used: what the warpgroups write over it is.
         let written = k.tensor_ring_of("s", s, 2);
         let [first, second] = [k.tensor_ring_of("turned", sums[0], 1), k.tensor_ring_of("plain", sums[1], 1)];
-        let only = || Which::Number(0);
+        let only = || Which::Index(0);
         let half = |group: u32| s.part(group, HALF).part(0, HALF / 2).overlay::<bf16>(HALF);
 
         k.role("sums", Warpgroups(1).registers(128), |w| {

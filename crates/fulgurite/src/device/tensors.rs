@@ -32,7 +32,7 @@ fn rows(arg: &str, view: &TensorView<'_>) -> Result<DeviceTensor, Error> {
         (shape, _) => unreachable!("bug in fulgurite: `{arg}` of shape {shape:?} fits a problem"),
     };
     let (shape, strides) = (shape.map(|n| n as u64), strides.map(|n| n as u64));
-    // An axis of one element may have any stride; the copy engine requires a multiple of 16 bytes.
+    // An axis of one element may have any stride; TMA requires a multiple of 16 bytes.
     let one = shape[3].next_multiple_of(8);
     let strides = std::array::from_fn(|axis| if shape[axis] == 1 { one } else { strides[axis] });
     Ok(DeviceTensor { span: span_of(arg, view)?, shape, strides })

@@ -54,7 +54,7 @@ pub(crate) trait KeyBlocks<'k, W: Who> {
     fn tag(&self, t: &Scope<'k, W>, tile: &Work<'k>, n: Val<'k, u32>) -> Option<Tag<'k>>;
 }
 
-/// Key blocks that the copy engine loads into a ring.
+/// Key blocks that TMA loads into a ring.
 pub(crate) trait KeySource<'k>: KeyBlocks<'k, Thread> {
     /// Coordinates in k or v of the block that starts at `key`.
     fn coordinates(
@@ -97,7 +97,7 @@ impl<'a, 'k> KeyBlockParams<'a, 'k> {
         }
     }
 
-    /// The key blocks, loaded by the copy engine.
+    /// The key blocks, loaded by TMA.
     pub fn source(self) -> Box<dyn KeySource<'k> + 'a> {
         let KeyBlockParams { spans, sequences, lists, cols } = self;
         match lists {

@@ -1,4 +1,4 @@
-//! C = A B on Hopper: a persistent kernel whose copy engine runs ahead of its tensor cores.
+//! C = A B on Hopper: a persistent kernel whose TMA runs ahead of its tensor cores.
 //!
 //! One thread fills a ring with tiles of A and B; two warpgroups multiply them, 64 rows each, and write their part
 //! of C while the ring fills for the next tile. CTAs take tiles of C in bands of a few rows of tiles, so that CTAs
@@ -62,7 +62,12 @@ fn tile<T: Half>(major: Major, outer: u32) -> TileShape {
 }
 
 /// Coordinates of an operand's tile: `outer` and `inner` elements, in a batch.
-fn place<'k>(major: Major, outer: Val<'k, u32>, inner: Val<'k, u32>, batch: Val<'k, u32>) -> [Val<'k, u32>; 3] {
+fn tile_coordinates<'k>(
+    major: Major,
+    outer: Val<'k, u32>,
+    inner: Val<'k, u32>,
+    batch: Val<'k, u32>,
+) -> [Val<'k, u32>; 3] {
     match major {
         Major::Inner => [inner, outer, batch],
         Major::Outer => [outer, inner, batch],
@@ -176,10 +181,10 @@ where
     let (a_tile, b_tile) = (tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols));
     let params = GemmParams::<T>::declare(p, layouts, config);
     let GemmParams { a, b, c, k_steps: steps, tiles, m, n, c_memory: memory, c_row, c_batch, .. } = params;
-    // The copy engine writes units of 16 bytes: threads write the columns of C past the last whole unit.
+    // TMA writes units of 16 bytes: threads write the columns of C past the last whole unit.
     let whole = n & !(UNIT - 1);
     let ring = k.pipe_for_all("operands", depth, &[a_tile, b_tile], 0);
-    // Each warpgroup stores C through two small tiles: it writes one while the copy engine reads the other.
+    // Each warpgroup stores C through two small tiles: it writes one while TMA reads the other.
     let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, INNER)));
 
     k.role("load", Warpgroups(1).registers(40), |w| {
@@ -190,10 +195,10 @@ where
                 t.each(0, steps, 1, |t, step| {
                     let inner = step * INNER;
                     ring.put(t, |t, stage| {
-                        stage.load(t, stage.tile(0), &a, &place(layouts.a, at.row, inner, at.batch));
+                        stage.load(t, stage.tile(0), &a, &tile_coordinates(layouts.a, at.row, inner, at.batch));
                         let part = stage.tile(1).part(layouts.b, rank, cols / cluster);
                         let col = rank.mul_add(cols / cluster, at.col);
-                        stage.load_for_all(t, part, &b, &place(layouts.b, col, inner, at.batch));
+                        stage.load_for_all(t, part, &b, &tile_coordinates(layouts.b, col, inner, at.batch));
                     });
                 });
             });

@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use thiserror::Error;
 
-/// Alignment that the copy engine needs of addresses and strides, in bytes.
+/// Alignment that TMA needs of addresses and strides, in bytes.
 const ALIGN: u64 = 16;
 /// Kernels count rows, columns and tiles in 32 bits, and step at most one tile past the end.
 const MOST: u64 = 1 << 31;
@@ -114,7 +114,7 @@ pub enum GemmError {
         /// The smallest stride without overlap, in elements.
         least: u64,
     },
-    /// A stride that the copy engine does not support.
+    /// A stride that TMA does not support.
     #[error(
         "`{matrix}` has {stride} = {got} elements of {bytes} bytes, allowed: multiples of 16 bytes below 2^40; pad it, or copy it"
     )]
@@ -128,7 +128,7 @@ pub enum GemmError {
         /// Bytes of an element.
         bytes: u64,
     },
-    /// An address that the copy engine does not support.
+    /// An address that TMA does not support.
     #[error("`{matrix}` lies at {address:#x}, allowed: multiples of 16 bytes; copy it to an aligned buffer")]
     Address {
         /// Matrix in question.
@@ -225,7 +225,7 @@ impl Gemm {
         Ok(bindings().launch(kernel, [blocks, 1, 1], &call))
     }
 
-    /// A matrix as the copy engine sees it: `[inner, row, batch]`.
+    /// A matrix as TMA sees it: `[inner, row, batch]`.
     pub(super) fn tensor(&self, matrix: &Matrix, id: MatrixName) -> Result<TensorSpan, GemmError> {
         let bytes = u64::from(self.number.bytes());
         let Matrix { span, rows, cols, row_stride, batch, batch_stride } = *matrix;
@@ -240,7 +240,7 @@ impl Gemm {
             return Err(GemmError::Address { matrix: id, address: span.address() });
         }
         let stride = |name, count, got: u64, least: u64| {
-            // The stride of an axis of size 1 may be anything. The copy engine still needs a valid one, below 2^40.
+            // The stride of an axis of size 1 may be anything. TMA still needs a valid one, below 2^40.
             if count == 1 {
                 return Ok((least.min(1 << 36) * bytes).next_multiple_of(ALIGN));
             }
@@ -289,7 +289,7 @@ pub(super) fn gemm_call(
     }
     let bytes = u64::from(of.number.bytes());
     let c_strides = [0, 1].map(|axis: usize| tensors[2].strides[axis] / bytes);
-    // The copy engine writes whole units of 16 bytes, even past the last column: describe only whole units to it.
+    // TMA writes whole units of 16 bytes, even past the last column: describe only whole units to it.
     let whole = n / u64::from(gemm::UNIT) * u64::from(gemm::UNIT);
     if whole > 0 {
         tensors[2].extent[0] = whole;

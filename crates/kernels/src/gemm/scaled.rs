@@ -190,7 +190,7 @@ impl ScaledGemm {
     }
 }
 
-/// Scales as the copy engine sees them: `[byte, row of a block, range of 128 rows, batch]`.
+/// Scales as TMA sees them: `[byte, row of a block, range of 128 rows, batch]`.
 fn scale_tensor(format: ScaledFormat, matrix: &ScaledMatrix, id: MatrixName) -> Result<TensorSpan, GemmError> {
     let (span, group) = (matrix.scales, u64::from(format.group_bytes()));
     let [rows, groups] = [matrix.codes.rows, matrix.codes.cols.div_ceil(group)];

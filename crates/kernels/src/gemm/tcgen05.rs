@@ -7,7 +7,7 @@
 //! With clusters of two CTAs, the CTAs are a pair: one product has twice the rows, and each CTA loads and reads half of the
 //! columns of B.
 
-use crate::gemm::{GemmCall, GemmConfig, GemmParams, INNER, Layouts, TileCoord, UNIT, place, tile};
+use crate::gemm::{GemmCall, GemmConfig, GemmParams, INNER, Layouts, TileCoord, UNIT, tile, tile_coordinates};
 use crate::params::{Params, Program};
 use fulgurite_ptx::{
     BuildError, Builder, Claims, CtaPair, Filling, Group, Half, Kernel, Pair, Pipe, RowAcc, RowView, Scope, Sum,
@@ -62,8 +62,8 @@ where
         &stages,
         |t, stage, [at, own], step| {
             let inner = step * INNER;
-            stage.load(t, stage.tile(0), &params.a, &place(layouts.a, own.row, inner, at.batch));
-            stage.load(t, stage.tile(1), &params.b, &place(layouts.b, own.col, inner, at.batch));
+            stage.load(t, stage.tile(0), &params.a, &tile_coordinates(layouts.a, own.row, inner, at.batch));
+            stage.load(t, stage.tile(1), &params.b, &tile_coordinates(layouts.b, own.col, inner, at.batch));
         },
         |w, acc, tiles, onto| {
             let operands = (tiles[0].operand(layouts.a), tiles[1].operand(layouts.b));
@@ -112,7 +112,7 @@ pub(super) fn roles<'k, T: Half>(
         None => k.tensor_ring("accumulators", 1, 2, cols),
         Some(pair) => pair.tensor_ring("accumulators", 1, 2, cols),
     };
-    let which = Which::Number(0);
+    let which = Which::Index(0);
 
     k.role("store", Warpgroups(1).registers(168), |w| {
         let barrier = w.group_barrier();

@@ -1,4 +1,4 @@
-//! Tensors of a call in device memory, as callers give them and as the copy engine sees them.
+//! Tensors of a call in device memory, as callers give them and as TMA sees them.
 
 use fulgurite_ptx::Number;
 use fulgurite_ptx::device::{Span, TensorSpan};
@@ -32,7 +32,7 @@ impl DeviceTensor {
         DeviceTensor { span: self.span.from(first * self.strides[1] * 2), shape: [b, count, h, d], ..*self }
     }
 
-    /// The tensor for the copy engine, with axes element, row, head, batch.
+    /// The tensor for TMA, with axes element, row, head, batch.
     pub(crate) fn tensor(&self, number: Number) -> TensorSpan {
         let ([b, s, h, d], [batch, row, head]) = (self.shape, self.strides);
         let bytes = u64::from(number.bytes());
@@ -63,7 +63,7 @@ impl DeviceTensor {
         }
     }
 
-    /// The tensor of a ragged batch for the copy engine, with all rows of all sequences in one axis.
+    /// The tensor of a ragged batch for TMA, with all rows of all sequences in one axis.
     pub(crate) fn ragged(&self, number: Number) -> Option<TensorSpan> {
         let ([b, s, h, d], [_, row, head]) = (self.shape, self.strides);
         let bytes = u64::from(number.bytes());

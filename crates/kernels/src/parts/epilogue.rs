@@ -185,7 +185,7 @@ pub trait Output<'k> {
     }
 }
 
-/// O is stored by the copy engine.
+/// O is stored by TMA.
 pub struct CopyEngineOutput<'a, 'k> {
     pub o: &'a Tensor<'k>,
     /// The sequences of a ragged batch.
@@ -195,7 +195,7 @@ pub struct CopyEngineOutput<'a, 'k> {
 
 impl<'k> Output<'k> for CopyEngineOutput<'_, 'k> {
     fn reserve(&self, w: &Scope<'k, Group>, buffers: u32) {
-        // The copy engine must have read this buffer's previous contents.
+        // TMA must have read this buffer's previous contents.
         w.one_thread_of_group(|t| t.wait_stores_read(buffers - 1));
         w.sync_group(self.barrier);
     }

@@ -442,7 +442,7 @@ impl<'k> SpoiledGroup<'_, 'k> {
         });
     }
 
-    /// Takes each tile from the list: finds it by its index, and calls `again` if a row is not NaN. The copy engine has
+    /// Takes each tile from the list: finds it by its index, and calls `again` if a row is not NaN. TMA has
     /// stored the rows of all tiles.
     pub fn each<A: RowView<'k>>(
         &self,

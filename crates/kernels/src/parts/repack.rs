@@ -1,6 +1,6 @@
-//! Packed copies of tensors that the copy engine cannot address.
+//! Packed copies of tensors that TMA cannot address.
 //!
-//! The copy engine needs addresses and strides that are multiples of 16 bytes, head dimensions that are multiples of 8, and,
+//! TMA needs addresses and strides that are multiples of 16 bytes, head dimensions that are multiples of 8, and,
 //! for ragged batches, sequences that begin at whole rows. Other inputs are packed before the launches that read them; other
 //! results are unpacked after the launches that write them. Elements of a packed row beyond the tensor's are zeros, which
 //! change no score and no result. A call that needs no copy only compares its strides.
@@ -234,9 +234,9 @@ fn copy(
     Ok(Some(bindings.launch(kernel.clone(), grid, &call)))
 }
 
-/// Whether the copy engine can address a tensor. It never gets a tensor without elements.
+/// Whether TMA can address a tensor. It never gets a tensor without elements.
 fn is_fine(placed: &DeviceTensor, unequal: bool) -> bool {
-    /// Upper limit of the copy engine's strides, in elements.
+    /// Upper limit of TMA's strides, in elements.
     const FAR: u64 = 1 << 39;
     let steps = placed.strides.iter().all(|stride| stride.is_multiple_of(UNIT) && *stride < FAR);
     let whole_rows = !unequal || placed.step().is_some();

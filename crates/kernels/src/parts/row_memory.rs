@@ -1,4 +1,4 @@
-//! Tensors of rows that threads address themselves, on GPUs without a copy engine or beside it.
+//! Tensors of rows that threads address themselves, on GPUs without TMA or beside it.
 
 use crate::params::{Lens, Params};
 use crate::parts::arguments::DeviceTensor;

@@ -161,7 +161,7 @@ impl<'k> Sequences<'k> {
         if ragged.any() { 5 } else { 4 }
     }
 
-    /// Coordinates of a tile's row for the copy engine.
+    /// Coordinates of a tile's row for TMA.
     #[track_caller]
     pub fn at(
         &self,

@@ -22,7 +22,7 @@ mod value;
 
 pub use memory::{Pointer, Shared};
 pub use role::{RoleSize, Warpgroups, Warps};
-pub use scope::{Block, Group, GroupBarrier, Leave, RoleBarrier, Scope, Thread, Turns, WarpRole, Who, WholeWarps};
+pub use scope::{Cta, Group, GroupBarrier, Leave, RoleBarrier, Scope, Thread, Turns, WarpRole, Who, WholeWarps};
 pub(crate) use value::Src;
 pub use value::{F32x2, Half, IntoVal, Pair, Val, Var, Word};
 
@@ -255,7 +255,7 @@ impl Builder {
 
     /// Declares a scalar parameter.
     #[track_caller]
-    pub fn param<T: Number>(&self, name: &str) -> Val<'_, T> {
+    pub fn param<T: ParamNumber>(&self, name: &str) -> Val<'_, T> {
         let number = self.add_param(name, T::KIND);
         let (d, value) = Val::fresh(self);
         self.emit(T::LOAD, [d, Arg::Address(crate::inst::Base::Param(number), 0)]);
@@ -424,7 +424,7 @@ impl Builder {
     }
 
     /// Builds a kernel without roles: all `count` threads of a CTA run the same code.
-    pub fn threads<'k>(&'k self, count: u32, f: impl FnOnce(&Scope<'k, Block>)) {
+    pub fn threads<'k>(&'k self, count: u32, f: impl FnOnce(&Scope<'k, Cta>)) {
         self.state.borrow_mut().threads = count;
         f(&Scope::new(self));
     }
@@ -511,7 +511,7 @@ impl Builder {
     }
 
     fn start_these(&self, inits: &[(u32, u32, &'static Location<'static>)]) {
-        let scope = Scope::<Block>::new(self);
+        let scope = Scope::<Cta>::new(self);
         scope.when(scope.thread().eq(0), |_| {
             let base = self.shared_address(0).in_register();
             for &(offset, count, _) in inits {
@@ -538,25 +538,25 @@ impl<'k> Val<'k, u32> {
 }
 
 /// A number type of kernel parameters.
-pub trait Number: Word {
+pub trait ParamNumber: Word {
     /// Kind of the parameter.
     const KIND: ParamKind;
     /// Instruction that loads it.
     const LOAD: &'static Inst;
 }
-impl Number for u32 {
+impl ParamNumber for u32 {
     const KIND: ParamKind = ParamKind::U32;
     const LOAD: &'static Inst = &rows::LD_PARAM_32;
 }
-impl Number for i32 {
+impl ParamNumber for i32 {
     const KIND: ParamKind = ParamKind::U32;
     const LOAD: &'static Inst = &rows::LD_PARAM_32;
 }
-impl Number for f32 {
+impl ParamNumber for f32 {
     const KIND: ParamKind = ParamKind::F32;
     const LOAD: &'static Inst = &rows::LD_PARAM_F32;
 }
-impl Number for u64 {
+impl ParamNumber for u64 {
     const KIND: ParamKind = ParamKind::U64;
     const LOAD: &'static Inst = &rows::LD_PARAM_64;
 }

@@ -1,6 +1,6 @@
 //! Roles: which warps of a CTA do which job, and how many registers each warpgroup has.
 
-use super::scope::{Block, Group, Scope, WarpRole, WholeWarps};
+use super::scope::{Cta, Group, Scope, WarpRole, WholeWarps};
 use super::{Builder, WARPGROUP};
 use crate::inst::Arg;
 use crate::kernel::{RoleUse, Stmt};
@@ -182,7 +182,7 @@ impl Builder {
         let mut conditions = Vec::new();
         self.placed(places[0], || {
             // The value is equal in all lanes of a warp, but the assembler knows that only after the shuffle.
-            let own = (Scope::<Block>::new(self).thread() / (32 * unit)).of_first_lane();
+            let own = (Scope::<Cta>::new(self).thread() / (32 * unit)).of_first_lane();
             for (role, _) in &roles[..last] {
                 conditions.push(own.lt((role.first_warp + role.warps) / unit).in_register());
             }

@@ -14,21 +14,21 @@ use std::panic::Location;
 /// The threads that a scope stands for.
 pub trait Who: 'static {}
 /// All threads of a CTA.
-pub enum Block {}
+pub enum Cta {}
 /// All threads of a role of whole warpgroups.
 pub enum Group {}
 /// All threads of a role of any number of warps.
 pub enum WarpRole {}
 /// A single thread.
 pub enum Thread {}
-impl Who for Block {}
+impl Who for Cta {}
 impl Who for Group {}
 impl Who for WarpRole {}
 impl Who for Thread {}
 
 /// Scopes in which all lanes of each warp are active.
 pub trait WholeWarps: Who {}
-impl WholeWarps for Block {}
+impl WholeWarps for Cta {}
 impl WholeWarps for Group {}
 impl WholeWarps for WarpRole {}
 
@@ -186,14 +186,14 @@ impl<'k, W: Who> Scope<'k, W> {
         self.k.emit(inst, []);
     }
 
-    /// Makes this thread's writes to shared memory visible to the copy engine and the tensor cores. A barrier must
+    /// Makes this thread's writes to shared memory visible to TMA and the tensor cores. A barrier must
     /// follow.
     #[track_caller]
     pub fn publish_shared(&self) {
         self.k.emit(&sync::FENCE_PROXY, [Arg::Word(".shared::cta")]);
     }
 
-    /// Makes this thread's writes to global memory visible to the copy engine. A signal to the other threads must
+    /// Makes this thread's writes to global memory visible to TMA. A signal to the other threads must
     /// follow.
     #[track_caller]
     pub fn publish_global(&self) {
@@ -383,7 +383,7 @@ impl<'k> Scope<'k, WarpRole> {
     }
 }
 
-impl<'k> Scope<'k, Block> {
+impl<'k> Scope<'k, Cta> {
     /// Synchronises all threads of the CTA.
     #[track_caller]
     pub fn sync(&self) {

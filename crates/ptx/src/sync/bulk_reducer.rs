@@ -1,5 +1,5 @@
 //! Adds results to f32 sums in global memory with bulk reductions. Warpgroups write results to shared memory, and a
-//! dedicated thread has the copy engine add them (`cp.reduce.async.bulk`).
+//! dedicated thread has TMA add them (`cp.reduce.async.bulk`).
 //!
 //! The computing warpgroups never wait for the additions themselves, only for their buffer in shared memory to be free.
 
@@ -11,7 +11,7 @@ use crate::table::{bytes, mbarrier, memory, sync};
 use crate::tile::Tile;
 use std::panic::Location;
 
-/// One buffer in shared memory for each warpgroup of a role. The copy engine adds its contents to global memory.
+/// One buffer in shared memory for each warpgroup of a role. TMA adds its contents to global memory.
 pub struct BulkReducer<'k> {
     k: &'k Builder,
     id: usize,
@@ -147,7 +147,7 @@ impl<'k> BulkReducer<'k> {
         });
     }
 
-    /// The warpgroup's buffer as a tile, once the copy engine has read it. The tile must be consumed before the next
+    /// The warpgroup's buffer as a tile, once TMA has read it. The tile must be consumed before the next
     /// numbers are written.
     #[track_caller]
     pub fn as_tile(&self, w: &Scope<'k, Group>, shape: TileShape) -> Tile<'k> {

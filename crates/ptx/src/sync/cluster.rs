@@ -1,4 +1,4 @@
-//! Tiles that the two CTAs of a cluster exchange. A role writes its own tile, the copy engine copies it to the other
+//! Tiles that the two CTAs of a cluster exchange. A role writes its own tile, TMA copies it to the other
 //! CTA, and the role in each CTA reads both.
 //!
 //! A stage is written again only when all warps of both CTAs are done with it. By then it has also been copied.

@@ -1,4 +1,4 @@
-//! Rings of tiles that the threads of a role fill themselves with `cp.async`, for GPUs without a copy engine.
+//! Rings of tiles that the threads of a role fill themselves with `cp.async`, for GPUs without TMA.
 //!
 //! The same threads fill and empty the ring. Each thread copies 16 bytes at a time and can wait only for its own
 //! copies, in groups. A stage is therefore readable once every thread has waited for its group and all threads have met

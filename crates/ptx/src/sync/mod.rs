@@ -1,4 +1,4 @@
-//! Synchronisation between warps: rings filled by the copy engine, mailboxes, token rings, channels between the CTAs of
+//! Synchronisation between warps: rings filled by TMA, mailboxes, token rings, channels between the CTAs of
 //! a cluster, and queues of bulk reductions. No code outside this module handles phase bits.
 
 mod accumulator_channel;

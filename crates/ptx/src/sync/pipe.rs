@@ -389,7 +389,7 @@ impl<'k> Pipe<'k> {
         ring.advance(cursor);
     }
 
-    /// Waits for an empty stage, has one warpgroup write its tiles, and advances. For data that the copy engine cannot
+    /// Waits for an empty stage, has one warpgroup write its tiles, and advances. For data that TMA cannot
     /// load.
     #[track_caller]
     pub fn fill(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, f: impl FnOnce(&Scope<'k, Group>, &[Tile<'k>])) {

@@ -1,5 +1,5 @@
 //! Adds rows of f32 to sums in global memory with bulk reductions: a warpgroup with one row per thread writes some columns
-//! to a buffer in shared memory, and one of its threads has the copy engine add them (`cp.reduce.async.bulk`).
+//! to a buffer in shared memory, and one of its threads has TMA add them (`cp.reduce.async.bulk`).
 
 use crate::build::{Builder, Group, GroupBarrier, IntoVal, Pointer, Scope, Val};
 use crate::inst::{Arg, Base};
@@ -13,7 +13,7 @@ const ROWS: u32 = 128;
 /// Elements of a row that a thread writes at a time.
 const FOUR: u32 = 4;
 
-/// Two buffers in shared memory, each for some columns of 128 rows. The copy engine adds one while the warpgroup writes the
+/// Two buffers in shared memory, each for some columns of 128 rows. TMA adds one while the warpgroup writes the
 /// other.
 pub struct StagedSums<'k> {
     k: &'k Builder,
@@ -35,7 +35,7 @@ impl Builder {
 }
 
 impl<'k> StagedSums<'k> {
-    /// Adds all columns of `rows`, some at a time, to sums that lie as `[four columns][row][4]`. The copy engine may still
+    /// Adds all columns of `rows`, some at a time, to sums that lie as `[four columns][row][4]`. TMA may still
     /// be reading the buffers afterwards, and adds later.
     #[track_caller]
     pub fn add(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, rows: &RowAcc<'k>, to: Pointer<'k, f32>) {
@@ -76,7 +76,7 @@ impl<'k> StagedSums<'k> {
         }
     }
 
-    /// Waits until the copy engine has added everything, before the role ends.
+    /// Waits until TMA has added everything, before the role ends.
     #[track_caller]
     pub fn end(&self, w: &Scope<'k, Group>) {
         let at = Location::caller();

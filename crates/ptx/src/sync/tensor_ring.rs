@@ -16,7 +16,7 @@ const WARPS: u32 = 4;
 #[derive(Clone, Copy)]
 pub enum Which<'k> {
     /// By its number.
-    Number(u32),
+    Index(u32),
     /// The ring of the own warpgroup, in a role with one ring for each.
     Own(Val<'k, u32>),
 }
@@ -100,7 +100,7 @@ impl<'k> TensorRing<'k> {
     #[track_caller]
     fn cursor(&self, which: Which<'k>, side: &'static str) -> [Var<'k, u32>; 2] {
         let id = match which {
-            Which::Number(n) => self.ids[n as usize],
+            Which::Index(n) => self.ids[n as usize],
             Which::Own(_) => self.ids[0],
         };
         self.k.cursor(id, side, [0, u32::from(side == "put")])
@@ -110,7 +110,7 @@ impl<'k> TensorRing<'k> {
     #[track_caller]
     fn index(&self, which: Which<'k>, stage: Val<'k, u32>) -> Val<'k, u32> {
         let first = match which {
-            Which::Number(n) => stage.literal(n * self.depth),
+            Which::Index(n) => stage.literal(n * self.depth),
             Which::Own(n) => n * self.depth,
         };
         if self.depth == 1 { first } else { first + stage }

@@ -1,4 +1,4 @@
-//! Zero-fills global memory with the copy engine: one thread starts the copies and continues, without registers or
+//! Zero-fills global memory with TMA: one thread starts the copies and continues, without registers or
 //! stores for the data.
 
 use crate::build::{Builder, Pointer, Scope, Thread, Val};
@@ -6,7 +6,7 @@ use crate::inst::{Arg, Base};
 use crate::table::{bytes, memory};
 use std::panic::Location;
 
-/// A run of zeros in shared memory, which the copy engine writes to global memory any number of times.
+/// A run of zeros in shared memory, which TMA writes to global memory any number of times.
 pub struct Zeros<'k> {
     k: &'k Builder,
     first: u32,

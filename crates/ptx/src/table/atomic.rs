@@ -133,7 +133,7 @@ pub static ATOM_SHARED: Inst = updating(
     &[out("d", B32), at("a", Space::Shared), arg("x", B32), word("o", OPERATIONS)],
     Space::Shared,
     Needs::AMPERE,
-    |m, op| one(m, op, TO, Space::Shared, MemoryOrder::Relaxed(Scope::Block), op.word(3)),
+    |m, op| one(m, op, TO, Space::Shared, MemoryOrder::Relaxed(Scope::Cta), op.word(3)),
 );
 
 /// d = old value of a word, which becomes `new` if it was `old` (compare and swap).
@@ -207,7 +207,7 @@ pub static RED_SHARED: Inst = updating(
     &[at("a", Space::Shared), arg("x", B32), word("o", REDUCTIONS)],
     Space::Shared,
     Needs::AMPERE,
-    |m, op| one(m, op, AWAY, Space::Shared, MemoryOrder::Relaxed(Scope::Block), op.word(2)),
+    |m, op| one(m, op, AWAY, Space::Shared, MemoryOrder::Relaxed(Scope::Cta), op.word(2)),
 );
 
 /// Combines a word of shared memory of any CTA of the cluster with x.

@@ -1,4 +1,4 @@
-//! Boxes of tensors that the copy engine (TMA) moves.
+//! Boxes of tensors that TMA moves.
 
 use super::any;
 use crate::inst::Class::{B16, B32, B64};
@@ -10,7 +10,7 @@ const SOURCE: &str = "PTX ISA, data movement and conversion instructions, asynch
 const RANKS: &[&str] = &["1d", "2d", "3d", "4d", "5d"];
 const REDUCTIONS: &[&str] = &["add", "min", "max", "and", "or", "xor", "inc", "dec"];
 
-/// A row that the copy engine runs.
+/// A row that TMA runs.
 pub(super) const fn start(
     name: &'static str,
     text: &'static str,

@@ -1,4 +1,4 @@
-//! Asynchronous copies of contiguous bytes, by the copy engine and by `cp.async`, and words that arrive with a signal.
+//! Asynchronous copies of contiguous bytes, by TMA and by `cp.async`, and words that arrive with a signal.
 
 use super::bulk::{place, prefetch, reduction, start};
 use crate::inst::Class::{B16, B32, B64};

@@ -28,7 +28,7 @@ fn each(m: &mut dyn Machine, op: &Op, space: Space, f: impl Fn(u32) -> Mbarrier)
     }
 }
 
-const BLOCK: MemoryOrder = MemoryOrder::Release(Scope::Block);
+const BLOCK: MemoryOrder = MemoryOrder::Release(Scope::Cta);
 
 /// Initialises an mbarrier with `n` expected arrivals per phase.
 pub static INIT: Inst = signal(
@@ -211,7 +211,7 @@ pub static TRY_WAIT: Inst = Inst {
         "mbarrier.try_wait.parity.shared::cta.b64 {p}, {bar}, {parity};",
         &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32)],
         Needs::HOPPER,
-        |m, op| test(m, op, MemoryOrder::Acquire(Scope::Block)),
+        |m, op| test(m, op, MemoryOrder::Acquire(Scope::Cta)),
     )
 };
 
@@ -247,7 +247,7 @@ pub static TRY_WAIT_FOR: Inst = Inst {
         "mbarrier.try_wait.parity.shared::cta.b64 {p}, {bar}, {parity}, {ns};",
         &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32), arg("ns", B32)],
         Needs::HOPPER,
-        |m, op| test(m, op, MemoryOrder::Acquire(Scope::Block)),
+        |m, op| test(m, op, MemoryOrder::Acquire(Scope::Cta)),
     )
 };
 
@@ -259,7 +259,7 @@ pub static TEST_WAIT: Inst = Inst {
         "mbarrier.test_wait.parity.shared::cta.b64 {p}, {bar}, {parity};",
         &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32)],
         Needs::HOPPER,
-        |m, op| test(m, op, MemoryOrder::Acquire(Scope::Block)),
+        |m, op| test(m, op, MemoryOrder::Acquire(Scope::Cta)),
     )
 };
 

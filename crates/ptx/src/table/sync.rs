@@ -49,7 +49,7 @@ fn uniform(m: &mut dyn Machine, op: &Op, i: usize) -> u32 {
 /// The scope that a PTX word names.
 pub(super) fn scope(word: &str) -> Scope {
     match word {
-        "cta" => Scope::Block,
+        "cta" => Scope::Cta,
         "cluster" => Scope::Cluster,
         "gpu" => Scope::Device,
         _ => Scope::System,
@@ -147,7 +147,7 @@ pub static FENCE_ONE_WAY: Inst = signal(
     },
 );
 
-/// Orders the thread's accesses with those of the copy engine and the tensor cores.
+/// Orders the thread's accesses with those of TMA and the tensor cores.
 pub static FENCE_PROXY: Inst = signal(
     "fence.proxy.async",
     "fence.proxy.async{space};",

@@ -5,7 +5,7 @@ use crate::inst::Class::{B32, Pred};
 use crate::inst::{Effect, Inst, Needs, Op, Together, Unit, arg, out, reg, word};
 use crate::machine::{Machine, WARP, lanes, value};
 
-const SOURCE: &str = "PTX ISA, warp-level instructions";
+const SOURCE: &str = "PTX ISA, parallel synchronization and communication instructions; shfl, prmt: data movement";
 
 /// Values of an operand in all active lanes.
 fn gather(m: &mut dyn Machine, op: &Op, i: usize) -> [u64; WARP as usize] {

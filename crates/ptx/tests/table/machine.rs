@@ -152,7 +152,7 @@ impl Machine for Warp {
     fn special(&mut self, lane: u32, which: Special) -> u64 {
         match which {
             Special::Thread | Special::Lane => lane.into(),
-            Special::Block => self.block.into(),
+            Special::Cta => self.block.into(),
             Special::LanesBelow => (1 << lane) - 1,
             Special::Blocks | Special::Clusters | Special::ClusterSize => 1,
             _ => 0,

@@ -32,7 +32,7 @@ pub enum Pack {
 pub struct BackwardConfig {
     /// How the warpgroups share a tile.
     pub share: Share,
-    /// Queries of a step. If threads add: 64 (warpgroups share the columns of d_q) or 128 (they share its rows). If the copy engine
+    /// Queries of a step. If threads add: 64 (warpgroups share the columns of d_q) or 128 (they share its rows). If TMA
     /// adds: any multiple of 16 from 64 to 128.
     #[serde(deserialize_with = "text::sixteens::<_, 64, 128>")]
     pub rows: u32,
@@ -54,10 +54,10 @@ pub struct BackwardConfig {
     pub drain: bool,
     /// If threads add: when p is converted.
     pub pack: Pack,
-    /// If the copy engine adds in a fixed order: steps that a tile adds in one turn, 1, 2 or 4.
+    /// If TMA adds in a fixed order: steps that a tile adds in one turn, 1, 2 or 4.
     #[serde(deserialize_with = "turn")]
     pub turn: u32,
-    /// If the copy engine adds: whether the main kernel converts d_q while other tiles still run. Its sums then stay in the L2 cache.
+    /// If TMA adds: whether the main kernel converts d_q while other tiles still run. Its sums then stay in the L2 cache.
     pub rounds: bool,
     /// (head, sequence) pairs of a band: tiles of a band run together. `None`: derived.
     #[serde(default, with = "text::or_rule")]
@@ -68,7 +68,7 @@ pub struct BackwardConfig {
     /// With `rounds`: how many (head, sequence) pairs own an f32 d_q accumulator at once; at least twice `pairs`. `None`: derived.
     #[serde(default, with = "text::or_rule")]
     pub sums: Option<u32>,
-    /// If the copy engine adds: (head, sequence) pairs whose sums the prepare kernel zeroes. The main kernel zeroes the others while
+    /// If TMA adds: (head, sequence) pairs whose sums the prepare kernel zeroes. The main kernel zeroes the others while
     /// its first tiles run. `None`: derived.
     #[serde(default, with = "text::or_rule")]
     pub zeroed: Option<u32>,
@@ -76,7 +76,7 @@ pub struct BackwardConfig {
     /// parts than query heads, and with CTA pairs one. `None`: derived.
     #[serde(default, with = "text::or_rule")]
     pub head_splits: Option<u32>,
-    /// If the copy engine adds: assumed cost of joining the pieces of a split tile, in steps for each piece. The last tiles are split
+    /// If TMA adds: assumed cost of joining the pieces of a split tile, in steps for each piece. The last tiles are split
     /// if that takes less time. `None`: never.
     #[serde(default, with = "text::or_never")]
     pub join: Option<u32>,
@@ -252,7 +252,7 @@ impl BackwardConfig {
         self.rows / self.share.ctas()
     }
 
-    /// Whether the copy engine adds d_q that warpgroups multiply transposed, with the services around it.
+    /// Whether TMA adds d_q that warpgroups multiply transposed, with the services around it.
     pub fn has_bulk_reduce(&self) -> bool {
         self.adds == Adds::CopyEngine && self.share == Share::Keys
     }

@@ -19,7 +19,7 @@ use crate::params::{Lens, Params, Program, given};
 use crate::parts::results::ResultType;
 use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Acc, Block, BuildError, Group, Half, Pair, Pointer, RowView, Scope, Target, Val, Var, Word};
+use fulgurite_ptx::{Acc, BuildError, Cta, Group, Half, Pair, Pointer, RowView, Scope, Target, Val, Var, Word};
 
 /// Keys of one contiguous block of parts.
 pub(crate) const KEYS: u32 = 64;
@@ -212,7 +212,7 @@ struct ResultParts<'k> {
 
 impl<'k> ResultParts<'k> {
     /// Adds items of all parts and stores the results: those of the thread, from an item on.
-    fn add_items<T: Half>(&self, w: &Scope<'k, Block>, results: &Results<'k>, rows: StepRows<'k, T>, from: u32)
+    fn add_items<T: Half>(&self, w: &Scope<'k, Cta>, results: &Results<'k>, rows: StepRows<'k, T>, from: u32)
     where
         Pair<T>: Word,
     {
@@ -223,7 +223,7 @@ impl<'k> ResultParts<'k> {
             .map(|first| (w.thread() + first, first + THREADS > all))
             .collect();
         let at = w.var(self.first.address());
-        let load = |w: &Scope<'k, Block>| {
+        let load = |w: &Scope<'k, Cta>| {
             let from = Pointer::<f32>::at_address(at.get());
             let load = |(item, _): &(Val<'k, u32>, bool)| results.load(w, from, item.min(all - 1));
             items.iter().map(load).collect::<Vec<_>>()

@@ -42,7 +42,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use steps::{columns, tile_steps};
 
-/// Elements that make 16 bytes: the copy engine's unit.
+/// Elements that make 16 bytes: TMA's unit.
 const UNIT: usize = 8;
 /// The largest head dimension.
 const MOST: usize = 256;
@@ -52,7 +52,7 @@ const SHORT: usize = 2048;
 const STEP: usize = 64;
 /// The keys of a warpgroup's tile by `tcgen05`, of which blocks of a mask then consist.
 const TENSOR_KEYS: usize = 128;
-/// A row coordinate past every tensor: the copy engine reads zeros there.
+/// A row coordinate past every tensor: TMA reads zeros there.
 const OUTSIDE: u64 = MAX_COUNT;
 /// Kernels count keys, and chunks of 16 bytes in rows, in 32 bits with a sign; one bit is left for sums of two of them.
 const MAX_COUNT: u64 = 1 << 30;

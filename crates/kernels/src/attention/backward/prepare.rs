@@ -11,7 +11,7 @@ use crate::attention::backward::{BackwardConfig, Features, KernelShape};
 use crate::params::{Params, Program};
 use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Block, BuildError, Divisor, Half, Kernel, Pair, Pointer, Scope, Target, Val, Word};
+use fulgurite_ptx::{BuildError, Cta, Divisor, Half, Kernel, Pair, Pointer, Scope, Target, Val, Word};
 use std::f32::consts::LOG2_E;
 
 /// Rows of a CTA, which is one warp.
@@ -169,7 +169,7 @@ where
     }
 
     /// Zeroes counters, marks and the sums of the warp's rows. Returns the first row.
-    fn zero(&self, w: &Scope<'k, Block>) -> Val<'k, u32> {
+    fn zero(&self, w: &Scope<'k, Cta>) -> Val<'k, u32> {
         let d = self.dims[0];
         // There are fewer words than threads (`plan::properties` checks it).
         let thread = w.cta().mul_add(32, w.thread());
@@ -187,7 +187,7 @@ where
     }
 
     /// A row by its number among the padded rows of all heads.
-    fn row(&self, w: &Scope<'k, Block>, row: Val<'k, u32>) -> LaneRow<'k, T> {
+    fn row(&self, w: &Scope<'k, Cta>, row: Val<'k, u32>) -> LaneRow<'k, T> {
         let Prepare { heads, rows, step_rows, packed, .. } = *self;
         let [eight, head] = heads.div_rem(row / EIGHT);
         let rest = eight * EIGHT + row % EIGHT;
@@ -225,7 +225,7 @@ where
     /// The products of o with d_o of the upper rows, and with d_o of the lower rows.
     fn products(
         &self,
-        w: &Scope<'k, Block>,
+        w: &Scope<'k, Cta>,
         own: &[LaneRow<'k, T>; 2],
         lane_col: Val<'k, u32>,
     ) -> [[Val<'k, f32>; 4]; 2] {
@@ -272,7 +272,7 @@ where
     /// Writes delta and the LSE of the rows whose diagonal element the lane has.
     fn write(
         &self,
-        w: &Scope<'k, Block>,
+        w: &Scope<'k, Cta>,
         own: [LaneRow<'k, T>; 2],
         products: [[Val<'k, f32>; 4]; 2],
         [lane_row, lane_col]: [Val<'k, u32>; 2],

@@ -90,7 +90,7 @@ impl Share {
 pub enum Adds {
     /// The threads that hold it in registers.
     Threads,
-    /// The copy engine, from shared memory. d_q is multiplied transposed: rows of the product are 64 elements of d_q, columns are
+    /// TMA, from shared memory. d_q is multiplied transposed: rows of the product are 64 elements of d_q, columns are
     /// queries, as many as registers allow. A warpgroup has 64 elements of longer rows, or all elements of shorter rows for half of
     /// the queries.
     #[serde(rename = "engine")]

@@ -51,7 +51,7 @@ pub(crate) enum Sequence<'k> {
 #[derive(Clone, Copy)]
 pub(crate) struct DenseSequence<'k> {
     pub k_len: Val<'k, u32>,
-    /// The first key, and the first query, of the tensors that the copy engine reads. Others are read as zeros.
+    /// The first key, and the first query, of the tensors that TMA reads. Others are read as zeros.
     first: [Val<'k, u32>; 2],
     /// Start of the mask's diagonals, aligned to the last query and key, and to the first ones.
     diagonals: [Val<'k, i32>; 2],
@@ -95,7 +95,7 @@ impl<'k> Work<'k> {
 pub(crate) struct DenseArgs {
     pub bands: BandArgs,
     pub k_len: u32,
-    /// The first key, and the first query, that the copy engine reads.
+    /// The first key, and the first query, that TMA reads.
     pub first_key: u32,
     pub first_query: u32,
     /// Keys minus queries: the start of diagonals that end at the last query and key.

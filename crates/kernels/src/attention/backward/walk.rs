@@ -19,7 +19,7 @@ pub(crate) struct StepWalk<'a, 'k> {
     left: Var<'k, u32>,
     /// The query head, for modifiers.
     head: Option<Var<'k, u32>>,
-    /// Address of this thread's part of the sums; of its warpgroup's part if the copy engine adds.
+    /// Address of this thread's part of the sums; of its warpgroup's part if TMA adds.
     sums: Var<'k, u64>,
 }
 
@@ -130,7 +130,7 @@ impl<'a, 'k> StepWalk<'a, 'k> {
         if all { self.main.map.steps } else { self.main.stages.tickets.word(w, END) }
     }
 
-    /// Has the copy engine add the d_q of the step before. `last` is the tile after its last step; the additions of the whole
+    /// Has TMA add the d_q of the step before. `last` is the tile after its last step; the additions of the whole
     /// tile are then counted.
     #[track_caller]
     pub fn send(&self, w: &Scope<'k, Group>, bulk: &BulkReduce<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
@@ -271,7 +271,7 @@ pub(crate) fn clear(acc: &Acc<'_>) {
 }
 
 /// Writes d_k or d_v to a tile that no warpgroup reads any longer. d_k is scaled. Columns of the tile beyond those of the result lie
-/// outside the tensor, so the copy engine does not store them.
+/// outside the tensor, so TMA does not store them.
 pub(crate) fn write_result<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>, of: Of, result: &Acc<'k>, to: Tile<'k>)
 where
     Pair<T>: Word,

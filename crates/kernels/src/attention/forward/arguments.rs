@@ -113,7 +113,7 @@ impl Facts {
         Ok(ResultArgs::new(tensors.lse, lse_rows, tensors.sinks))
     }
 
-    /// q, k, v and o for the copy engine: visible keys only for equal sequences, one axis of rows for ragged ones.
+    /// q, k, v and o for TMA: visible keys only for equal sequences, one axis of rows for ragged ones.
     pub(crate) fn row_tensors(&self, rows: &[DeviceTensor; 4]) -> Result<RowTensors, NoKernel> {
         let [q, k, v, o] = rows;
         let number = self.number;

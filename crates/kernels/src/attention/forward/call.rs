@@ -67,7 +67,7 @@ impl ForwardCall {
     }
 }
 
-/// A tensor of rows for the copy engine.
+/// A tensor of rows for TMA.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowTensor {
     pub tensor: DeviceTensor,
@@ -85,7 +85,7 @@ impl RowTensor {
     }
 }
 
-/// The tensors of rows for the copy engine.
+/// The tensors of rows for TMA.
 pub(crate) struct RowTensors {
     pub q: RowTensor,
     pub k: RowTensor,

@@ -134,7 +134,7 @@ where
         self.first_block(w);
         w.repeat(|w, leave| {
             core.blocks(w, &self.cursor, self.now.get().blocks[0]);
-            // The last products take longer than memory does.
+            // The tile's last products hide the latency of this prefetch.
             self.prefetch(w);
             rings.queries.done(w);
             let next = self.next_tile(w);
@@ -148,8 +148,8 @@ where
             self.set_tile(w, &next);
             w.wait_products(1);
             core.settle(w, &self.cursor, &core.take_block(w, &self.cursor, self.cursor.n.get()));
-            // `Compute::step` lets p v run under the exponentials. Here they run after it, so that `finish` has O: what
-            // overlaps with them is the store of the previous tile.
+            // In `Compute::step` p v runs under the exponentials. Here the exponentials wait for p v, because `finish` needs
+            // o; only the store of the previous tile overlaps with them.
             w.wait_products(0);
             rings.values.done(w);
             core.first(w, next_p);
@@ -180,7 +180,7 @@ where
 
     /// The next tile that the loading thread announces. A tile without key blocks means that there are no more.
     fn next_tile(&self, w: &Scope<'k, Group>) -> Work<'k> {
-        Work::read(&self.kernel.tickets.take(w), self.kernel.work_shape)
+        Work::read(&self.kernel.announced.take(w), self.kernel.work_shape)
     }
 
     fn begin(&self, tile: Work<'k>) {

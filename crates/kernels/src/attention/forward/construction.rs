@@ -47,7 +47,7 @@ pub(super) struct ForwardKernel<'a, 'k, T> {
     /// A tile of ones next to v. The resulting column of p v is the row sum of p.
     pub ones: Option<Tile<'k>>,
     /// Tiles that the loading thread announces to the compute role.
-    pub tickets: Mailbox<'k>,
+    pub announced: Mailbox<'k>,
     pub work_shape: Shape,
     /// The tiles to compute again after the last one, if they are not computed again at once.
     pub spoiled: Option<SpoiledTiles<'k>>,
@@ -82,9 +82,9 @@ where
         let ragged = features.ragged.any();
         let work_shape = Shape { first, ragged, tile: later && ragged };
         let ones = (config.added == Added::ByColumn).then(|| k.tile("ones", shape(config.cols, dv)));
-        let tickets = k.mailbox("tiles", 2, work_shape.words());
+        let announced = k.mailbox("tiles", 2, work_shape.words());
         let rings = Rings { queries, keys, values };
-        ForwardKernel { features, config, tiling, spans, params, rings, staging, ones, tickets, work_shape, spoiled }
+        ForwardKernel { features, config, tiling, spans, params, rings, staging, ones, announced, work_shape, spoiled }
     }
 
     /// The source of the kernel's keys.
@@ -123,7 +123,7 @@ where
     pub fn loading(&self) -> Loading<'_, 'k> {
         Loading {
             params: LoadParams::of(&self.params),
-            tickets: &self.tickets,
+            announced: &self.announced,
             rings: &self.rings,
             spans: &self.spans,
             work_shape: self.work_shape,

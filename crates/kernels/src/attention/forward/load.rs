@@ -48,7 +48,7 @@ impl<'a, 'k> LoadParams<'a, 'k> {
 pub(super) struct Loading<'a, 'k> {
     pub params: LoadParams<'a, 'k>,
     /// Tiles that the thread announces to the other roles.
-    pub tickets: &'a Mailbox<'k>,
+    pub announced: &'a Mailbox<'k>,
     pub rings: &'a Rings<'k>,
     pub spans: &'a Spans,
     pub work_shape: Shape,
@@ -89,7 +89,7 @@ impl<'a, 'k> Load<'a, 'k> {
 
     /// Loads all tiles of the CTA.
     pub fn run(&self, t: &Scope<'k, Thread>) {
-        self.tiles.first(t, &|t| self.tiles_of_cta(t), &|t| self.kernel.tickets.put(t, &[]));
+        self.tiles.first(t, &|t| self.tiles_of_cta(t), &|t| self.kernel.announced.put(t, &[]));
     }
 
     fn tiles_of_cta(&self, t: &Scope<'k, Thread>) {
@@ -129,9 +129,9 @@ impl<'a, 'k> Load<'a, 'k> {
     }
 
     /// Loads queries and the first k of a later tile.
-    fn next_tile(&self, t: &Scope<'k, Thread>, ticket: Val<'k, u32>) {
+    fn next_tile(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) {
         let order = self.kernel.tiling.order;
-        let next = self.find(t, ticket);
+        let next = self.find(t, tile);
         self.begin(t, next);
         let tag = self.source.tag(t, &next, self.n.get());
         self.carry(tag);
@@ -160,7 +160,7 @@ impl<'a, 'k> Load<'a, 'k> {
         if let Some(total) = self.tiles.total_at_end() {
             self.reset(t, ticket, total);
         }
-        self.kernel.tickets.put(t, &[]);
+        self.kernel.announced.put(t, &[]);
     }
 
     /// The CTA that draws the last ticket resets the counter. Each CTA draws one ticket per tile: its first tile is its
@@ -178,7 +178,7 @@ impl<'a, 'k> Load<'a, 'k> {
     fn begin(&self, t: &Scope<'k, Thread>, work: Work<'k>) {
         self.now.set(work);
         self.kv_head.set(self.kernel.params.group.div_rem(work.head)[0]);
-        self.kernel.tickets.put(t, &work.message(self.kernel.work_shape));
+        self.kernel.announced.put(t, &work.message(self.kernel.work_shape));
         self.n.set(work.blocks[1] - 1);
     }
 

@@ -1,4 +1,5 @@
-//! Forward attention on Hopper: a persistent kernel with one loading thread and several compute warpgroups.
+//! Forward attention on Hopper: a persistent, warp-specialised kernel with one loading thread (TMA) and several compute
+//! warpgroups, which take turns at the tensor cores (ping-pong). p stays in registers.
 //!
 //! s = q k^T, m = running row maximum of s, p = 2^(scale (s - m)), l = running row sum of p, o = p v. Each warpgroup
 //! has 64 rows of a tile of queries and goes through the key blocks from the last to the first, so that masked blocks

@@ -13,7 +13,7 @@ use fulgurite_ptx::{Divisor, Half, Pair, Pointer, Tensor, TileShape, Val, Word};
 
 /// O in global memory.
 pub(super) enum OutputMemory<'k> {
-    /// 16-bit elements, which the copy engine stores.
+    /// 16-bit elements, which TMA stores.
     Copied(Tensor<'k>),
     /// f32 elements, which threads store.
     F32(Rows<'k>),

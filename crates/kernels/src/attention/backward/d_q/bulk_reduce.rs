@@ -1,5 +1,5 @@
-//! Additions to d_q by the copy engine: a warpgroup writes the d_q of a step to shared memory, and a thread that does nothing
-//! else has the copy engine add it to the sums. No compute thread waits for additions.
+//! Additions to d_q by TMA: a warpgroup writes the d_q of a step to shared memory, and a thread that does nothing
+//! else has TMA add it to the sums. No compute thread waits for additions.
 
 use crate::attention::backward::d_q::ordered::Ordered;
 use crate::attention::backward::d_q::round::Round;
@@ -13,7 +13,7 @@ const NAME: &str = "bulk_reduce";
 
 /// Warpgroups that compute.
 const GROUPS: u32 = 2;
-/// The warp of the load role that starts the copy engine for the first warpgroup.
+/// The warp of the load role that starts TMA for the first warpgroup.
 const FIRST_WARP: u32 = 2;
 
 /// Copy-engine reduction, and the services that take part in it.
@@ -48,7 +48,7 @@ impl<'k> BulkReduce<'k> {
         self.reducer.send(w);
     }
 
-    /// Compute role: the warpgroup's place as a tile, when the copy engine has read it.
+    /// Compute role: the warpgroup's place as a tile, when TMA has read it.
     #[track_caller]
     pub fn as_tile(&self, w: &Scope<'k, Group>, shape: TileShape) -> Tile<'k> {
         self.reducer.as_tile(w, shape)

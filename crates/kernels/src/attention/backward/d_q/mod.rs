@@ -3,7 +3,7 @@
 //! A CTA of the main kernel adds the d_q of every step to f32 sums in global memory. The services decide which unit
 //! adds, when, and what happens before and after:
 //! - `zero_fill` writes zeros where no tile adds yet,
-//! - `bulk_reduce` has the copy engine add,
+//! - `bulk_reduce` has TMA add,
 //! - `ordered` makes tiles take turns (deterministic mode), in three ways that depend on the unit that adds,
 //! - `round` converts d_q to 16 bits and lets pairs of head and sequence share the memory of sums,
 //! - `split_tiles` splits the last tiles,

@@ -4,7 +4,7 @@
 //! No compute thread polls memory. The path by which the turn of a step reaches the adding warps depends on the adder:
 //! - Threads add: a message goes from the load thread to a thread that waits for the turn, to the warps that add, and to a
 //!   thread that signals the next tile when their additions have arrived.
-//! - The copy engine adds: the thread that starts it for a warpgroup waits and signals. Both take longer than a short step, so
+//! - TMA adds: the thread that starts it for a warpgroup waits and signals. Both take longer than a short step, so
 //!   a turn has several steps.
 //! - CTA pairs: a single thread per CTA waits, lets the warps add, and signals, for its half of the columns.
 //!
@@ -24,10 +24,10 @@ use std::rc::Rc;
 /// Messages in flight: half for steps that are loaded ahead, half for steps whose additions are still arriving.
 const DEPTH: u32 = 4;
 
-/// Marks that the thread that starts the copy engine has no turn.
+/// Marks that the thread that starts TMA has no turn.
 const NONE: u32 = u32::MAX;
 
-/// Parts of a step that have turns of their own: one for each warpgroup that has the copy engine add, or each CTA of a pair.
+/// Parts of a step that have turns of their own: one for each warpgroup that has TMA add, or each CTA of a pair.
 pub(crate) fn parts(config: &BackwardConfig) -> u32 {
     Adder::of(config).parts
 }
@@ -44,7 +44,7 @@ struct Adder {
     /// Messages in flight.
     depth: u32,
     /// For each hand: the number of threads or warps that share its job. Hands are, in order, the thread that posts, the one
-    /// that waits for the turn, the eight warps that compute, and the thread that signals; pairs and the copy engine have
+    /// that waits for the turn, the eight warps that compute, and the thread that signals; pairs and TMA have
     /// fewer.
     hands: Vec<u32>,
     /// The event of each hand, for the table.
@@ -60,7 +60,7 @@ struct Adder {
 impl Adder {
     fn of(config: &BackwardConfig) -> Adder {
         match (config.adds, config.share) {
-            // The threads that start the copy engine take part in turns (`bulk_reduce`).
+            // The threads that start TMA take part in turns (`bulk_reduce`).
             (Adds::CopyEngine, _) => Adder {
                 service: "ordered (bulk)",
                 parts: 2,
@@ -186,21 +186,21 @@ impl<'k> Ordered<'k> {
         first * self.adder.parts + part
     }
 
-    /// Copy engine: a variable for the last step of the current turn. It starts as `NONE`: no turn.
+    /// TMA: a variable for the last step of the current turn. It starts as `NONE`: no turn.
     pub fn no_turn(&self, t: &Scope<'k, Thread>) -> Var<'k, u32> {
         t.var(NONE)
     }
 
-    /// Copy engine: before the thread starts it, waits for a turn unless it has one.
+    /// TMA: before the thread starts it, waits for a turn unless it has one.
     pub fn before_bulk(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, part: u32, until: Var<'k, u32>) {
         t.when(until.get().eq(NONE), |t| {
             self.wait_for_turn(t, map, part, Some(until));
-            // The copy engine must see what the thread has seen.
+            // TMA must see what the thread has seen.
             t.publish_global();
         });
     }
 
-    /// Copy engine: after the thread has started it, signals the next tile if that was the last step of the turn.
+    /// TMA: after the thread has started it, signals the next tile if that was the last step of the turn.
     pub fn after_bulk(&self, t: &Scope<'k, Thread>, part: u32, until: Var<'k, u32>) {
         self.messages.wait(t, WAIT);
         let [number, step, tile_and_1, _] = self.messages.read(t, WAIT);

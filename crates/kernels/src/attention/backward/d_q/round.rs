@@ -30,7 +30,7 @@ use std::rc::Rc;
 
 const NAME: &str = "round";
 
-/// Warpgroups that compute. Each has the copy engine add for itself, and converts half of every step.
+/// Warpgroups that compute. Each has TMA add for itself, and converts half of every step.
 const GROUPS: u32 = 2;
 /// Threads of a warpgroup.
 const THREADS: u32 = 128;
@@ -329,7 +329,7 @@ impl<'k> Round<'k> {
     }
 
     /// Zeroes the sums of the warpgroup's half of a part. Written in memory order, not in the order of loads: partial-sector
-    /// writes are 10x slower. The copy engine was no faster.
+    /// writes are 10x slower. TMA was no faster.
     fn clear(&self, w: &Scope<'k, Group>, map: &TileMap<'k>, part: &Part<'k>) {
         let (half, zero) = (self.step[0] * self.step[1] / GROUPS, w.constant(0.0f32));
         let own = w.group() * half + w.thread_in_group() * 4;

@@ -1,7 +1,7 @@
 //! Zeros for the sums of d_q, written while the first tiles run.
 //!
 //! The prepare kernel zeroes the sums of the first pairs of head and sequence. No tile needs the other sums before the first
-//! tiles are done, and until then the copy engine has little to write. So one thread of each CTA has it write zeros, part by
+//! tiles are done, and until then TMA has little to write. So one thread of each CTA has it write zeros, part by
 //! part. CTAs take parts from a counter: no CTA waits for one that has not started.
 
 use crate::attention::backward::d_q::service::{Flags, Job, Log, Service};
@@ -79,7 +79,7 @@ impl<'k> Service<'k> for ZeroFill<'k> {
             let to = self.sums.at_wide((self.first + start).mul_wide(ZEROS));
             self.zeros.copy(t, to, (self.count - start).min(PART));
             t.wait_stores(0);
-            // A thread that sees the signal may have the copy engine add.
+            // A thread that sees the signal may have TMA add.
             t.publish_global();
             self.done.add(t, DONE, 1);
         });

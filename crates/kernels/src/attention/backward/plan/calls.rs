@@ -26,7 +26,7 @@ use fulgurite_ptx::device::{Launch, Plan, Span, TensorSpan};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-/// The tensors of rows that the copy engine moves.
+/// The tensors of rows that TMA moves.
 struct CopiedRows {
     q: TensorSpan,
     k: TensorSpan,

@@ -1,4 +1,4 @@
-//! The gradients of a tile of 128 keys, 64 for each warpgroup, whose d_q the copy engine adds.
+//! The gradients of a tile of 128 keys, 64 for each warpgroup, whose d_q TMA adds.
 //!
 //! As in `keys`, p^T and d_z^T leave the registers as left operands of d_v and d_k, and d_z of both warpgroups goes through
 //! shared memory. d_q is multiplied transposed. Queries are then columns of four of the five products, and with more of them in
@@ -77,7 +77,7 @@ where
     fn new(w: &Scope<'k, Group>, main: &'a Main<'k>) -> Self {
         let (config, d) = (main.config, main.dims[0]);
         let rows = config.rows;
-        let reduce = main.d_q.bulk.as_ref().expect("bug in fulgurite: the copy engine does not add");
+        let reduce = main.d_q.bulk.as_ref().expect("bug in fulgurite: TMA does not add");
         let exchange = main.k.double_tile("d_z", tile::<T>(config, rows, config.keys()), &main.stages.queries);
         let (s, d_p) = (w.accumulators(rows), w.accumulators(rows));
         // For short rows the assembler finds no registers for the products unless d_q has its own (C7511).
@@ -228,7 +228,7 @@ where
         send_results(w, self.main, work, &self.barrier, |_| vec![(of, to, at())]);
     }
 
-    /// Waits until the copy engine has read the stored result.
+    /// Waits until TMA has read the stored result.
     fn have_left(&self, w: &Scope<'k, Group>) {
         if self.main.parts.is_some() {
             return;

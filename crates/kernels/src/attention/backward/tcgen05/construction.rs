@@ -169,7 +169,7 @@ where
 
 /// The tile of a ring: all rings of the kernel are single.
 pub(super) fn only<'k>() -> Which<'k> {
-    Which::Number(0)
+    Which::Index(0)
 }
 
 /// 16-bit elements over the first columns of as many accumulators.

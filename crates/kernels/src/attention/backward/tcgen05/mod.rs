@@ -3,7 +3,7 @@
 //! A CTA has one tile of 128 keys and walks over the queries that see it, 128 in a step. s and d_p are multiplied transposed,
 //! so their rows are keys: p^T and d_z^T go back to tensor memory as left operands of d_v and d_k. d_z goes to shared memory,
 //! too, as the left operand of d_q = d_z k. d_k and d_v stay in tensor memory to the end, so their sums are deterministic. d_q
-//! of each step leaves tensor memory, and the copy engine adds it to f32 sums.
+//! of each step leaves tensor memory, and TMA adds it to f32 sums.
 //!
 //! One warp loads, one warp starts all products (`multiply` has their order), two warpgroups compute p and d_z, one warpgroup
 //! moves d_q. Tiles, mask, modifiers, p, d_z, and the kernels before and after are those of Hopper.

@@ -12,7 +12,7 @@ use fulgurite_ptx::{Group, GroupBarrier, Scope, Tile, Val};
 /// Threads of a warpgroup.
 const THREADS: u32 = 128;
 
-/// Stores O with the threads of the warpgroup, for GPUs without a copy engine.
+/// Stores O with the threads of the warpgroup, for GPUs without TMA.
 pub(super) struct ThreadOutput<'a, 'k> {
     pub o: &'a Rows<'k>,
     pub sequences: &'a Sequences<'k>,

@@ -39,7 +39,7 @@ pub(super) struct TensorKernel<'a, 'k, T> {
     /// Staging buffer for O: all rows of some columns.
     pub staging: Tile<'k>,
     /// Tiles that the loading thread announces to the other roles.
-    pub tickets: Mailbox<'k>,
+    pub announced: Mailbox<'k>,
     pub work_shape: Shape,
     /// Scores of each warpgroup, and over their last columns p. The warpgroup publishes p in parts.
     pub scores: TensorRing<'k>,
@@ -63,12 +63,12 @@ where
         let staging = k.tile("o", shape(config.rows(), config.part(dv)));
         let first = spans.bounded_left() && params.lists.is_none();
         let work_shape = Shape { tile: false, first, ragged: features.ragged.any() };
-        let tickets = k.mailbox("tiles", 2, work_shape.words());
+        let announced = k.mailbox("tiles", 2, work_shape.words());
         let parts = config.parts().len() as u32;
         let scores = k.tensor_ring_in_parts("scores", config.groups, config.cols, parts);
         let outputs = k.tensor_ring("outputs", config.groups, 1, dv);
         let rings = Rings { queries, keys, values };
-        TensorKernel { features, config, spans, params, rings, staging, tickets, work_shape, scores, outputs }
+        TensorKernel { features, config, spans, params, rings, staging, announced, work_shape, scores, outputs }
     }
 
     /// Where the key blocks come from.
@@ -81,7 +81,7 @@ where
     pub fn loading(&self) -> Loading<'_, 'k> {
         Loading {
             params: LoadParams::of(&self.params),
-            tickets: &self.tickets,
+            announced: &self.announced,
             rings: &self.rings,
             spans: &self.spans,
             work_shape: self.work_shape,

@@ -13,9 +13,9 @@ where
     Pair<T>: Word,
 {
     let (rings, outputs) = (&kernel.rings, &kernel.outputs);
-    let groups = || (0..kernel.config.groups).map(Which::Number);
+    let groups = || (0..kernel.config.groups).map(Which::Index);
     w.repeat(|w, leave| {
-        let work = Work::read(&kernel.tickets.take(w), kernel.work_shape);
+        let work = Work::read(&kernel.announced.take(w), kernel.work_shape);
         leave.when(work.blocks[1].eq(0));
         let queries = rings.queries.wait(w);
         let key = rings.keys.wait(w)[0];
@@ -38,14 +38,14 @@ where
         // The last warpgroup's o is committed after everything else, so no arrival is pending when its threads exit.
         let last = kernel.config.groups - 1;
         for n in 0..kernel.config.groups {
-            let which = Which::Number(n);
+            let which = Which::Index(n);
             output(w, kernel, which, value, work.blocks[1].ne(second));
             if n < last {
                 outputs.filled(w, which);
             }
         }
         rings.values.done_with_products(w);
-        outputs.filled(w, Which::Number(last));
+        outputs.filled(w, Which::Index(last));
     });
 }
 

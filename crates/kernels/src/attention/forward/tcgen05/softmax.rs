@@ -92,7 +92,7 @@ where
             barrier: w.group_barrier(),
         };
         w.repeat(|w, leave| {
-            let work = Work::read(&kernel.tickets.take(w), kernel.work_shape);
+            let work = Work::read(&kernel.announced.take(w), kernel.work_shape);
             leave.when(work.blocks[1].eq(0));
             role.tile(w, work);
         });
