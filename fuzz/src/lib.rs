@@ -226,10 +226,11 @@ pub fn builder(u: &mut Unstructured<'_>) -> Result<(ProblemBuilder, Offsets)> {
                 batch: u.int_in_range(0..=2)?,
                 heads: u.int_in_range(0..=2)?,
             }),
-            _ => b.exp(match u.int_in_range(0..=2u8)? {
+            _ => b.exp(match u.int_in_range(0..=3u8)? {
                 0 => Exp::Native,
                 1 => Exp::Poly { degree: u.int_in_range(2..=6)?, share: float(u)? },
-                _ => Exp::Sas { threshold: float(u)? },
+                2 => Exp::Sas { threshold: float(u)? },
+                _ => Exp::SasOnline,
             }),
         };
     }

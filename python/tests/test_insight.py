@@ -110,7 +110,7 @@ def test_merge_has_gradients_and_compiles():
     assert all(torch.isfinite(x).all() for x in torch.autograd.grad(merged.sum(), (o, lse)))
 
 
-@pytest.mark.parametrize("exp", ["auto", "native", "poly:3", "poly:4", "poly:5", "poly:3:0.25", "sas", "sas:-6"])
+@pytest.mark.parametrize("exp", ["auto", "native", "poly:3", "poly:4", "poly:5", "poly:3:0.25", "sas", "sas:-6", "sas:online"])
 def test_exponential_strategies(exp):
     """Each is judged by the rule beside the oracle, which has the same strategy."""
     rng = np.random.default_rng(4)

@@ -222,7 +222,7 @@ pub struct RunArgs {
     /// ALiBi; slopes 2^(-8(h+1)/heads) unless IN has alibi_slopes
     #[arg(long)]
     pub alibi: bool,
-    /// auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas or sas:THRESHOLD
+    /// auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas, sas:THRESHOLD or sas:online
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub exp: Exp,
     /// native, int8, int8:BLOCK, nvfp4, mxfp4, mxfp8, or QK/PV such as nvfp4/native

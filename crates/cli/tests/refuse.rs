@@ -32,7 +32,7 @@ fn wrong_usage() {
         ),
         (
             &["run", "x", "-o", "y", "--exp", "fast"],
-            "invalid value 'fast' for '--exp <NAME>': `exp` is \"fast\", allowed: auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas, sas:THRESHOLD; try `fulgurite run --help`",
+            "invalid value 'fast' for '--exp <NAME>': `exp` is \"fast\", allowed: auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas, sas:THRESHOLD, sas:online; try `fulgurite run --help`",
         ),
         (
             &["bench", "--dtypes", "f64"],

@@ -17,11 +17,12 @@ use crate::walk::{self, Arithmetic, Cotangent, Head};
 pub(crate) fn exponential(problem: &Problem, x: f64) -> f64 {
     match problem.exp() {
         Exp::Sas { threshold } => exp::sas(x, threshold),
+        Exp::SasOnline => exp::sas(x, f32::NEG_INFINITY),
         Exp::Auto | Exp::Native | Exp::Poly { .. } => x.exp(),
     }
 }
 
-/// Maps the scores of a row, as distances from a maximum, to weights relative to its final maximum. INT8 processes
+/// Maps the scores of a row, as distances from a maximum, to weights relative to the [`origin`] of its final one. INT8 processes
 /// blocks of keys and uses the maximum so far in each; all other precisions use the final maximum. `weigh` gets all
 /// scores that share a scale or a maximum. Parts of a cache do not know each other's maxima.
 pub(crate) fn by_groups<T: Copy>(
@@ -37,7 +38,7 @@ pub(crate) fn by_groups<T: Copy>(
         _ => usize::MAX,
     };
     let mut max = f64::NEG_INFINITY;
-    let last = highest(scores, max);
+    let last = origin(head.problem(), highest(scores, max));
     let (mut out, mut first) = (Vec::with_capacity(keys.len()), 0);
     while first < keys.len() {
         let number = keys[first] / size;
@@ -52,6 +53,11 @@ pub(crate) fn by_groups<T: Copy>(
         first = end;
     }
     out
+}
+
+/// The number relative to which the weights of a row with this maximum are computed.
+pub(crate) fn origin(problem: &Problem, max: f64) -> f64 {
+    if problem.exp() == Exp::SasOnline { exp::sas_top(max) } else { max }
 }
 
 /// The maximum of scores; a NaN becomes the maximum and stays it.

@@ -98,7 +98,7 @@ impl Arithmetic for Exact {
                 scores.push(modified);
             }
         }
-        let max = codes::highest(&scores, f64::NEG_INFINITY);
+        let max = codes::origin(problem, codes::highest(&scores, f64::NEG_INFINITY));
         let exp = |x: &[f64]| x.iter().map(|&x| codes::exponential(problem, x)).collect();
         let mut p = codes::by_groups(head, &keys, &scores, exp);
         let sink = head.bound.sink(head.head).unwrap_or(f64::NEG_INFINITY);

@@ -1,11 +1,12 @@
 //! How the exponential of a score is computed, and when the running maximum is updated.
 
+use crate::precision::Precision;
 use thiserror::Error;
 
 /// The exponential that softmax uses.
 ///
-/// `Auto`, `Native` and `Poly` all mean e^x and differ only in rounding. `Sas` is another function, which the oracle
-/// evaluates as such.
+/// `Auto`, `Native` and `Poly` all mean e^x and differ only in rounding. `Sas` and `SasOnline` are other functions, which
+/// the oracle evaluates as such.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Exp {
     /// The fastest exponential within the tolerance of the output type.
@@ -25,6 +26,9 @@ pub enum Exp {
         /// Negative threshold, in natural units.
         threshold: f32,
     },
+    /// The same table and cubic in one walk over the keys: relative to the running maximum, rounded up to a whole
+    /// number, and without a threshold. See [`sas_top`].
+    SasOnline,
 }
 
 /// The reason why an exponential was rejected.
@@ -50,10 +54,16 @@ pub enum ExpError {
         got: f32,
     },
     /// An unknown name.
-    #[error("`exp` is {got:?}, allowed: auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas, sas:THRESHOLD")]
+    #[error("`exp` is {got:?}, allowed: auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas, sas:THRESHOLD, sas:online")]
     Name {
         /// The text given.
         got: String,
+    },
+    /// An exponential that quantised products do not have.
+    #[error("`exp` is sas:online, which goes with precision native only, not with {got}; use sas")]
+    Precision {
+        /// The precision given.
+        got: Precision,
     },
 }
 
@@ -72,12 +82,25 @@ impl Exp {
             _ => Ok(self),
         }
     }
+
+    /// Checks that the exponential goes with a precision.
+    pub(crate) fn check_precision(self, got: Precision) -> Result<(), ExpError> {
+        match (self, got) {
+            (Exp::SasOnline, Precision::Int8(_) | Precision::Groups(_)) => Err(ExpError::Precision { got }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether this is TurboAttention's function, in either form, and not e^x.
+    pub fn is_sas(self) -> bool {
+        matches!(self, Exp::Sas { .. } | Exp::SasOnline)
+    }
 }
 
 impl std::str::FromStr for Exp {
     type Err = ExpError;
 
-    /// Parses `auto`, `native`, `poly:3`, `poly:3:0.25`, `sas`, `sas:-6`.
+    /// Parses `auto`, `native`, `poly:3`, `poly:3:0.25`, `sas`, `sas:-6`, `sas:online`.
     fn from_str(text: &str) -> Result<Exp, ExpError> {
         let unknown = || ExpError::Name { got: text.to_string() };
         let mut parts = text.split(':');
@@ -88,9 +111,11 @@ impl std::str::FromStr for Exp {
                 degree: parts.next().map_or(Ok(3), str::parse).map_err(|_| unknown())?,
                 share: parts.next().map_or(Ok(1.0), str::parse).map_err(|_| unknown())?,
             },
-            "sas" => {
-                Exp::Sas { threshold: parts.next().map_or(Ok(Exp::SAS_THRESHOLD), str::parse).map_err(|_| unknown())? }
-            }
+            "sas" => match parts.next() {
+                None => Exp::Sas { threshold: Exp::SAS_THRESHOLD },
+                Some("online") => Exp::SasOnline,
+                Some(threshold) => Exp::Sas { threshold: threshold.parse().map_err(|_| unknown())? },
+            },
             _ => return Err(unknown()),
         };
         if parts.next().is_some() { Err(unknown()) } else { exp.check() }
@@ -104,6 +129,7 @@ impl std::fmt::Display for Exp {
             Exp::Native => f.write_str("native"),
             Exp::Poly { degree, share } => write!(f, "poly:{degree}:{share}"),
             Exp::Sas { threshold } => write!(f, "sas:{threshold}"),
+            Exp::SasOnline => f.write_str("sas:online"),
         }
     }
 }
@@ -153,6 +179,59 @@ pub fn sas(x: f64, threshold: f32) -> f64 {
     let f = -x - n;
     let cubic = SAS_POLY.iter().rev().fold(0.0, |sum, &c| sum * f + f64::from(c));
     (-n).exp() * cubic
+}
+
+/// e^-n for n = 0 to 30, then 0: the table of [`Exp::SasOnline`]. A weight beyond it is below 1e-13 of the largest.
+#[allow(clippy::excessive_precision)] // as printed: the nearest f32
+pub const SAS_ENTRIES: [f32; 32] = [
+    1.0,
+    0.367_879_45,
+    0.135_335_28,
+    0.049_787_067,
+    0.018_315_64,
+    0.006_737_947,
+    0.002_478_752_3,
+    0.000_911_882,
+    0.000_335_462_62,
+    0.000_123_409_8,
+    4.539_993e-5,
+    1.670_17e-5,
+    6.144_212_4e-6,
+    2.260_329_4e-6,
+    8.315_287e-7,
+    3.059_023_2e-7,
+    1.125_351_76e-7,
+    4.139_937_8e-8,
+    1.522_997_9e-8,
+    5.602_796_4e-9,
+    2.061_153_7e-9,
+    7.582_560_7e-10,
+    2.789_468e-10,
+    1.026_187_95e-10,
+    3.775_134_4e-11,
+    1.388_794_4e-11,
+    5.109_089e-12,
+    1.879_528_9e-12,
+    6.914_4e-13,
+    2.543_665_7e-13,
+    9.357_623e-14,
+    0.0,
+];
+
+/// The whole number relative to which [`Exp::SasOnline`] computes the weights of a row with this maximum.
+///
+/// It is the maximum rounded up. A step between two whole numbers is a step in the table, which is exact, and the cubic
+/// sees only the fraction of the score. So the weight of a key is a function of its own score, times a factor that all
+/// keys of the row share: when and how often the running maximum grows does not change the result.
+///
+/// ```
+/// use fulgurite_core::exp::{sas, sas_top};
+/// let relative = |score: f64, max: f64| sas(score - sas_top(max), f32::NEG_INFINITY);
+/// let (early, late) = (relative(0.3, 0.3), relative(0.3, 5.7));
+/// assert!((late - early * (-5.0f64).exp()).abs() < 1e-15);
+/// ```
+pub fn sas_top(max: f64) -> f64 {
+    max.ceil()
 }
 
 /// The rescale policy: when the running row maximum is raised. All three give the same result up to rounding.
@@ -287,8 +366,36 @@ mod tests {
     }
 
     #[test]
+    fn entries_are_the_nearest_numbers() {
+        for (n, &entry) in SAS_ENTRIES[..31].iter().enumerate() {
+            assert_eq!(entry, (-(n as f64)).exp() as f32, "{n}");
+        }
+        assert_eq!(SAS_ENTRIES[31], 0.0);
+    }
+
+    /// A walk with any sequence of maxima gives the weights that the last maximum gives. With the maximum itself, every
+    /// raise costs four parts in ten thousand of the weight of earlier keys.
+    #[test]
+    fn whole_maxima_do_not_change_weights() {
+        let scores = [0.3, -2.7, 0.30001, 1.0, 4.2, 4.1, 9.99];
+        let walk = |top: &dyn Fn(f64) -> f64, step: &dyn Fn(f64) -> f64| {
+            let (mut max, mut weights) = (f64::NEG_INFINITY, Vec::new());
+            for &score in &scores {
+                let new = if score > max { score } else { max };
+                weights.iter_mut().for_each(|w| *w *= step(top(max) - top(new)));
+                weights.push(sas(score - top(new), f32::NEG_INFINITY));
+                max = new;
+            }
+            let last = |&score: &f64| sas(score - top(max), f32::NEG_INFINITY);
+            weights.iter().zip(&scores).map(|(w, s)| (w / last(s) - 1.0).abs()).fold(0.0, f64::max)
+        };
+        assert!(walk(&sas_top, &f64::exp) < 1e-14);
+        assert!(walk(&|max| max, &|x| sas(x, f32::NEG_INFINITY)) > 1e-3);
+    }
+
+    #[test]
     fn names_round_trip_and_bad_ones_are_explained() {
-        for text in ["auto", "native", "poly:3:0.25", "sas:-10"] {
+        for text in ["auto", "native", "poly:3:0.25", "sas:-10", "sas:online"] {
             assert_eq!(text.parse::<Exp>().unwrap().to_string(), text);
         }
         for text in ["always", "lazy:8", "optimistic:1024"] {
@@ -298,6 +405,8 @@ mod tests {
         assert!(refused("poly:7").contains("allowed: 3, 4, 5"));
         assert!(refused("poly:3:NaN").contains("0 to 1"));
         assert!(refused("sas:3").contains("-63 to below 0"));
+        assert!(refused("sas:offline").contains("sas:online"));
+        assert!(refused("sas:online:-6").contains("\"sas:online:-6\""));
         assert!(refused("fast").contains("\"fast\""));
         assert!("lazy:NaN".parse::<Rescale>().is_err());
         assert!("lazy:-1".parse::<Rescale>().is_err());

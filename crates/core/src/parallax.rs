@@ -12,7 +12,6 @@
 use crate::compare::{Rule, Verdict, judge_lse};
 use crate::dtype::DType;
 use crate::error::{InputError, ProblemError};
-use crate::exp::Exp;
 use crate::inputs::{Bound, Inputs, Sequence};
 use crate::outputs::{Forward, Outputs};
 use crate::precision::Precision;
@@ -50,7 +49,7 @@ impl Parallax {
         if problem.blocks().is_some() {
             return refuse("block masks", "use a mask");
         }
-        if matches!(problem.exp(), Exp::Sas { .. }) {
+        if problem.exp().is_sas() {
             return refuse("exp sas", "use auto");
         }
         if problem.precision() != Precision::Native {

@@ -194,6 +194,7 @@ fn narrow(x: &[f64]) -> Vec<f32> {
 fn exponential(problem: &Problem, x: f32) -> f32 {
     match problem.exp() {
         Exp::Sas { threshold } => exp::sas(f64::from(x), threshold) as f32,
+        Exp::SasOnline => exp::sas(f64::from(x), f32::NEG_INFINITY) as f32,
         // The engine chooses the elements that use the polynomial, so any element may have its error.
         Exp::Poly { degree, share } if share > 0.0 => exp::exp2_poly(degree, x * std::f32::consts::LOG2_E),
         Exp::Auto | Exp::Native | Exp::Poly { .. } => x.exp(),
@@ -226,6 +227,7 @@ impl Arithmetic for Rounded {
         }
         // A NaN becomes the maximum and stays it.
         let max = scores.iter().fold(f32::NEG_INFINITY, |m, &s| if s.is_nan() || s > m { s } else { m });
+        let max = codes::origin(problem, f64::from(max)) as f32;
         let mut p: Vec<f32> = scores.iter().map(|s| exponential(problem, s - max)).collect();
         let sum: f32 = p.iter().sum();
         let sink = head.bound.sink(head.head).map_or(f32::NEG_INFINITY, |s| s as f32);
@@ -239,7 +241,9 @@ impl Arithmetic for Rounded {
         }
         // Backward has only the f32 LSE, so its P has the LSE's rounding error. Sas needs the maximum itself.
         if !matches!(problem.exp(), Exp::Sas { .. }) {
-            let again = |s: &f32| round(problem, exponential(problem, s - lse));
+            let top = codes::origin(problem, f64::from(lse)) as f32;
+            let factor = if top == lse { 1.0 } else { (top - lse).exp() };
+            let again = |s: &f32| round(problem, exponential(problem, s - top) * factor);
             p = scores.iter().map(again).collect();
         }
         let wide = |x: Vec<f32>| x.into_iter().map(f64::from).collect();

@@ -518,6 +518,7 @@ impl ProblemBuilder {
         if matches!(precision, Precision::Int8(_)) && self.blocks.is_some() {
             return Err(PrecisionError::BlockMask.into());
         }
+        self.exp.check_precision(precision)?;
         let mut problem = Problem {
             layout,
             q_heads,

@@ -12,7 +12,6 @@
 
 use crate::block::{BlockMask, BlockSpec};
 use crate::error::{InputError, ProblemError};
-use crate::exp::Exp;
 use crate::expr::{Expr, head, k, k_len, q, q_len};
 use crate::inputs::{Bound, Inputs, Sequence};
 use crate::mask::Mask;
@@ -108,7 +107,7 @@ impl SkipProblem {
         if base.blocks().is_some() {
             return refuse("block masks of its own", "give them to attention, or leave them out");
         }
-        if base.has_sinks() || matches!(base.exp(), Exp::Sas { .. }) {
+        if base.has_sinks() || base.exp().is_sas() {
             return refuse("sink logits and exp sas", "leave them out");
         }
         if base.precision() != Precision::Native {

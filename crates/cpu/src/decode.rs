@@ -260,6 +260,7 @@ fn on_vectors(
         for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence, probe))) {
             let (first, second) = record.split_at_mut(2 * FEW + rows * cx.dv);
             first[..FEW].copy_from_slice(&head.m[..FEW]);
+            cx.exp.origins(&mut first[..FEW]);
             first[FEW..2 * FEW].copy_from_slice(&head.l[..FEW]);
             let write = |to: &mut [f32], from: &[f32]| {
                 for (to, from) in to.chunks_exact_mut(cx.dv).zip(from.chunks_exact(cx.dv_pad)) {
@@ -294,11 +295,12 @@ fn prefetch(
 }
 
 /// How far a score may exceed the maximum.
-fn tau(rescale: Rescale) -> f32 {
+fn tau(exp: ExpKind, rescale: Rescale) -> f32 {
     match rescale {
-        Rescale::Lazy(tau) => tau,
+        // The table begins at the running maximum.
+        Rescale::Lazy(tau) if exp != ExpKind::SasOnline => tau,
         // Trusting a maximum saves nothing here: the time goes into reading.
-        Rescale::Always | Rescale::Optimistic(_) => 0.0,
+        Rescale::Always | Rescale::Lazy(_) | Rescale::Optimistic(_) => 0.0,
     }
 }
 
@@ -384,7 +386,7 @@ impl Head<'_> {
                 alpha: &mut alpha,
                 exp: cx.exp,
                 least: cx.least(),
-                policy: Policy::Raise(tau(rescale)),
+                policy: Policy::Raise(tau(cx.exp, rescale)),
                 scale: 1.0,
             },
             probe.as_mut(),

@@ -140,6 +140,8 @@ fn item(cx: &Context<'_>, item: &Item, next: Option<&Item>, out: &Out<'_>, resca
         // Codes are relative to the maximum so far, block by block.
         _ if matches!(cx.problem.precision(), Precision::Int8(_)) => &[Policy::Raise(0.0)],
         (ExpKind::Sas(_), _) => &[Policy::MaxOnly, Policy::Final],
+        // The table begins at the running maximum.
+        (ExpKind::SasOnline, _) => &[Policy::Raise(0.0)],
         // Rounded weights also need the final maximum first.
         _ if cx.rounding.is_some() => &[Policy::MaxOnly, Policy::Final],
         (_, Rescale::Always) => &[Policy::Raise(0.0)],
@@ -284,6 +286,7 @@ fn walk(
         let scale = cx.score_scale();
         for queries in &mut walk {
             queries.m.iter_mut().for_each(|m| *m *= scale);
+            cx.exp.origins(&mut queries.m);
             end(queries, rows);
         }
         counters

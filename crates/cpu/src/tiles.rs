@@ -480,6 +480,7 @@ pub(crate) fn exp_kind(problem: &Problem) -> ExpKind {
         Exp::Poly { degree, share } if share >= 1.0 => ExpKind::Poly(degree),
         Exp::Poly { degree, share } => ExpKind::Mixed(degree, (share * 16.0).round() as u8),
         Exp::Sas { threshold } => ExpKind::Sas(threshold),
+        Exp::SasOnline => ExpKind::SasOnline,
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod cache;
 mod engine;
+mod exponential;
 mod gated_delta;
 mod lighthouse;
 mod modified;

@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::choice::{ChoiceError, Settings};
 use crate::engine::{Engine, Run, Unsupported};
-use fulgurite_core::{Exp, GradientOutputs, Inputs, Outputs, Precision, Problem, Rescale, Saved, stop};
+use fulgurite_core::{GradientOutputs, Inputs, Outputs, Precision, Problem, Rescale, Saved, stop};
 use fulgurite_cpu::{Isa, Options};
 
 /// Attention on the CPU: SIMD kernels of one instruction set, with any number of threads.
@@ -86,9 +86,10 @@ impl Engine for Cpu {
                 instead: "leave rescale out".into(),
             });
         }
-        // SAS cuts off relative to the final maximum, so a policy that keeps another maximum would change the result.
+        // SAS cuts off relative to the final maximum, and its table begins at the running one, so no policy may keep another
+        // maximum.
         match (problem.exp(), self.rescale) {
-            (exp @ Exp::Sas { .. }, Some(rescale)) if rescale != Rescale::Always => Err(Unsupported {
+            (exp, Some(rescale)) if exp.is_sas() && rescale != Rescale::Always => Err(Unsupported {
                 engine: self.name.clone(),
                 feature: format!("exp {exp} with rescale {rescale}"),
                 instead: "leave rescale out, or use always; the engine `oracle` takes any".into(),

@@ -121,7 +121,7 @@ pub fn cases(dtype: DType) -> Vec<Case> {
         lse_gradients_and_decode,
     ];
     let mut table: Vec<Recipe> = groups.into_iter().flat_map(|group| group(given)).collect();
-    for exp in ["native", "poly:3", "poly:3:0.25", "poly:4:0.5", "poly:5", "sas"] {
+    for exp in ["native", "poly:3", "poly:3:0.25", "poly:4:0.5", "poly:5", "sas", "sas:online"] {
         let exp: Exp = exp.parse().expect("a name of an exponential");
         table.push(case(&format!("exp {exp}"), &["exp"], given.small(70, 140).exp(exp)));
         table.push(case(

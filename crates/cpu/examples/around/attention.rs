@@ -225,12 +225,20 @@ fn parallax_beside(attention: bool, threads: usize) -> Vec<Line> {
 }
 
 pub fn lighthouse(threads: usize) -> Vec<Line> {
-    let (n, d) = (65536, 64);
-    let light = Lighthouse::new([1, n, 1, 1], [d, d], 3, 4, n / 64, TILE).expect("a problem");
-    let problem = Problem::builder().dense(1, n, n).heads(1, 1).head_dim(d).mask(Mask::causal()).build();
+    [(32768, DType::F32), (32768, DType::Bf16), (65536, DType::F32)]
+        .into_iter()
+        .flat_map(|(n, dtype)| lighthouse_beside_dense(n, dtype, threads))
+        .collect()
+}
+
+fn lighthouse_beside_dense(n: usize, dtype: DType, threads: usize) -> Vec<Line> {
+    let d = 64;
+    let light = Lighthouse::new([1, n, 1, 1], [d, d], 3, 4, n / 64, TILE).and_then(|light| light.dtype(dtype));
+    let light = light.expect("a problem");
+    let problem = Problem::builder().dense(1, n, n).heads(1, 1).head_dim(d).mask(Mask::causal()).dtype(dtype).build();
     let problem = problem.expect("a problem");
     let rng = &mut Rng::new(1);
-    let mut of = || random(rng, DType::F32, &[1, n, 1, d], |x| x);
+    let mut of = || random(rng, dtype, &[1, n, 1, d], |x| x);
     let [q, k, v, d_o] = [of(), of(), of(), of()];
     let inputs = Inputs::new(q.view(), k.view(), v.view());
     let bound = inputs.bind(&problem).expect("fits");
@@ -255,14 +263,14 @@ pub fn lighthouse(threads: usize) -> Vec<Line> {
         ],
     );
     vec![Line(
-        format!("lighthouse forward and backward, f32, {n} tokens, 1 head, d {d}, L 3, p 4, k n/64"),
+        format!("lighthouse forward and backward, {dtype}, {n} tokens, 1 head, d {d}, L 3, p 4, k n/64"),
         vec![
             ("dense_seconds".into(), dense),
             ("lighthouse_seconds".into(), picked),
             ("dense_over_lighthouse".into(), dense / picked),
             ("picked".into(), light.picked() as f64),
             ("peak_mebibytes_above_inputs".into(), memory),
-            ("inputs_mebibytes".into(), (4 * n * d * 4) as f64 / (1 << 20) as f64),
+            ("inputs_mebibytes".into(), (4 * n * d * dtype.size_bytes()) as f64 / (1 << 20) as f64),
         ],
     )]
 }

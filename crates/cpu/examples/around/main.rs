@@ -1,9 +1,11 @@
 //! The systems around attention beside what they are compared with, alternating in one run; prints JSON.
 //!
-//! `around [gated-delta|window|skip|lighthouse|parallax|window-alone|gated-delta-alone]... [--threads N]`
+//! `around [gated-delta|window|skip|proxy|exp|lighthouse|parallax|window-alone|gated-delta-alone]... [--threads N]`
 
 mod attention;
+mod exponentials;
 mod gated_delta;
+mod proxies;
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Tensor};
@@ -42,7 +44,7 @@ fn main() {
         threads = args.get(at + 1).and_then(|n| n.parse().ok()).expect("--threads N");
         args.drain(at..at + 2);
     }
-    let all = ["gated-delta", "window", "skip", "parallax", "lighthouse"];
+    let all = ["gated-delta", "window", "skip", "proxy", "exp", "parallax", "lighthouse"];
     let chosen: Vec<&str> = if args.is_empty() { all.to_vec() } else { args.iter().map(String::as_str).collect() };
     let mut lines = Vec::new();
     for part in chosen {
@@ -52,6 +54,8 @@ fn main() {
             "window" => attention::window(threads),
             "window-alone" => attention::window_alone(threads),
             "skip" => attention::skip(threads),
+            "proxy" => proxies::measure(threads),
+            "exp" => exponentials::measure(threads),
             "skip-alone" => attention::skip_alone(threads),
             "parallax" => attention::parallax(threads),
             "parallax-alone" => attention::parallax_alone(threads),

@@ -232,7 +232,7 @@ pub(super) fn part(
                 }
             }
             for (h, head) in heads.iter_mut().enumerate() {
-                let stats = head.softmax(&strips, columns, scales, tau(rescale), prefetch(Share::FIRST, h));
+                let stats = head.softmax(&strips, columns, scales, tau(cx.exp, rescale), prefetch(Share::FIRST, h));
                 counters.rescales_possible += u64::from(stats.possible);
                 counters.rescales_done += u64::from(stats.rescaled);
             }

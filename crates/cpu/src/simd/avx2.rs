@@ -2,6 +2,7 @@
 
 use super::Simd;
 use super::instantiate::define_kernels;
+use fulgurite_core::exp::SAS_ENTRIES;
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
@@ -135,6 +136,21 @@ unsafe impl Simd for Avx2 {
             let result = _mm256_blendv_ps(result, _mm256_set1_ps(f32::INFINITY), overflow);
             let unordered = _mm256_cmp_ps::<_CMP_UNORD_Q>(t, t);
             _mm256_blendv_ps(result, t, unordered)
+        }
+    }
+    #[inline(always)]
+    unsafe fn table(x: __m256) -> (__m256, __m256) {
+        // A permute has eight entries: one takes n mod 8, one n / 8, as far as the table goes.
+        const EIGHTS: [f32; 8] = [SAS_ENTRIES[0], SAS_ENTRIES[8], SAS_ENTRIES[16], SAS_ENTRIES[24], 0.0, 0.0, 0.0, 0.0];
+        // SAFETY: as in `splat`; the tables have eight elements, and a permute uses the low three bits of an index.
+        unsafe {
+            // The second operand where one is NaN.
+            let x = _mm256_min_ps(_mm256_set1_ps(32.0), x);
+            let floor = _mm256_floor_ps(x);
+            let n = _mm256_cvttps_epi32(floor);
+            let ones = _mm256_permutevar8x32_ps(_mm256_loadu_ps(SAS_ENTRIES.as_ptr()), n);
+            let eights = _mm256_permutevar8x32_ps(_mm256_loadu_ps(EIGHTS.as_ptr()), _mm256_srli_epi32::<3>(n));
+            (_mm256_sub_ps(x, floor), _mm256_mul_ps(ones, eights))
         }
     }
     #[inline(always)]

@@ -3,6 +3,7 @@
 
 use super::Simd;
 use super::instantiate::define_kernels;
+use fulgurite_core::exp::SAS_ENTRIES;
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
@@ -123,6 +124,21 @@ unsafe impl Simd for Avx512 {
                 p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(coefficients[i]));
             }
             _mm512_maskz_scalef_ps(normal, p, t) // p * 2^floor(t)
+        }
+    }
+    #[inline(always)]
+    unsafe fn table(x: __m512) -> (__m512, __m512) {
+        /// Adding this number and rounding down leaves the floor of a small number in the low bits of the sum.
+        const MAGIC: f32 = 12_582_912.0; // 1.5 * 2^23
+        // SAFETY: as in `splat`; the table has 32 elements, and a permute uses the low five bits of an index.
+        unsafe {
+            let magic = _mm512_set1_ps(MAGIC);
+            // The second operand where one is NaN.
+            let x = _mm512_min_ps(_mm512_set1_ps(31.0), x);
+            let sum = _mm512_add_round_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x, magic);
+            let [low, high] = [0, Self::LANES].map(|first| _mm512_loadu_ps(SAS_ENTRIES.as_ptr().add(first)));
+            let fraction = _mm512_sub_ps(x, _mm512_sub_ps(sum, magic));
+            (fraction, _mm512_permutex2var_ps(low, _mm512_castps_si512(sum), high))
         }
     }
     #[inline(always)]

@@ -134,6 +134,9 @@ pub(crate) unsafe trait Simd: Copy {
         // SAFETY: passed on.
         unsafe { Self::exp2_above(t, coefficients, LEAST) }
     }
+    /// For x >= 0 its fraction, and e^-floor(x) from [`SAS_ENTRIES`](fulgurite_core::exp::SAS_ENTRIES). Beyond the
+    /// table it is 0, with any fraction in \[0, 1). The fraction of NaN is NaN.
+    unsafe fn table(x: Self::V) -> (Self::V, Self::V);
     unsafe fn load_f16(p: *const u16) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn store_f16(p: *mut u16, v: Self::V);

@@ -2,6 +2,7 @@
 
 use super::Simd;
 use super::instantiate::define_kernels;
+use fulgurite_core::exp::SAS_ENTRIES;
 use half::f16;
 use std::arch::aarch64::*;
 
@@ -131,6 +132,22 @@ unsafe impl Simd for Neon {
             let result = vreinterpretq_f32_u32(vandq_u32(result, normal));
             let result = vbslq_f32(overflow, vdupq_n_f32(f32::INFINITY), result);
             vbslq_f32(ordered, result, t)
+        }
+    }
+    #[inline(always)]
+    unsafe fn table(x: float32x4_t) -> (float32x4_t, float32x4_t) {
+        // SAFETY: as in `splat`; the table has 128 bytes. A lookup outside its 64 bytes gives 0 or keeps what was there.
+        unsafe {
+            // A minimum of NaN is NaN.
+            let x = vminq_f32(vdupq_n_f32(31.0), x);
+            let floor = vrndmq_f32(x);
+            // The index of each of an entry's four bytes: four times n, and 0 to 3.
+            let n = vandq_u32(vcvtq_u32_f32(floor), vdupq_n_u32(31));
+            let bytes = vreinterpretq_u8_u32(vmlaq_u32(vdupq_n_u32(0x0302_0100), n, vdupq_n_u32(0x0404_0404)));
+            let entries = SAS_ENTRIES.as_ptr().cast::<u8>();
+            let low = vqtbl4q_u8(vld1q_u8_x4(entries), bytes);
+            let all = vqtbx4q_u8(low, vld1q_u8_x4(entries.add(64)), vsubq_u8(bytes, vdupq_n_u8(64)));
+            (vsubq_f32(x, floor), vreinterpretq_f32_u8(all))
         }
     }
     #[inline(always)]

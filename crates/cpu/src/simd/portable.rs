@@ -2,6 +2,7 @@
 
 use super::Simd;
 use super::instantiate::define_kernels;
+use fulgurite_core::exp::SAS_ENTRIES;
 use half::f16;
 
 const LANES: usize = 8;
@@ -106,6 +107,12 @@ unsafe impl Simd for Portable {
     #[inline(always)]
     unsafe fn exp2_above<const N: usize>(t: V, coefficients: &[f32; N], least: f32) -> V {
         V(t.0.map(|t| super::algorithms::exp2_scalar(t, coefficients, least)))
+    }
+    #[inline(always)]
+    unsafe fn table(x: V) -> (V, V) {
+        // A NaN stays, and takes the first entry.
+        let x = x.0.map(|x| if x > 31.0 { 31.0 } else { x });
+        (V(x.map(|x| x - x.floor())), V(x.map(|x| SAS_ENTRIES[x as usize])))
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> V {

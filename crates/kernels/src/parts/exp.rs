@@ -46,6 +46,7 @@ pub fn exp2<'k>(exp: Exp, element: Element, x: Val<'k, f32>) -> Val<'k, f32> {
         Exp::Poly { degree, share } if element.by_polynomial(share) => polynomial(degree, x),
         Exp::Auto | Exp::Native | Exp::Poly { .. } => x.exp2(),
         Exp::Sas { threshold } => sas(threshold, x),
+        Exp::SasOnline => panic!("bug in fulgurite: plans refuse exp {exp}"),
     }
 }
 

@@ -3,7 +3,7 @@
 //! All scores of the rows are held at once, so there is one maximum and nothing is rescaled. Scores are `[key][row]`;
 //! the output is computed row by row in its storage order, each few rows over only the keys that they see.
 
-use super::exponential::{EXP2_NATIVE, ExpKind, Exponential, LEAST, Mixed, Poly, Sas, with_exp};
+use super::exponential::{EXP2_NATIVE, ExpKind, Exponential, LEAST, Mixed, Poly, Sas, SasOnline, with_exp};
 use super::product::Ahead;
 use crate::simd::Simd;
 use fulgurite_core::exp::EXP2_POLY;
@@ -225,17 +225,17 @@ unsafe fn settle<S: Simd, E: Exponential<S>>(args: &mut BandWeights<'_>, z: usiz
             }
         }
         let m = highest.into_iter().fold(hidden, |m, high| S::max(high, m));
-        S::store(args.m.as_mut_ptr().add(lane), S::mul(m, S::splat(args.scale)));
+        let origin = args.exp.origin::<S>(m, args.scale);
+        S::store(args.m.as_mut_ptr().add(lane), S::mul(origin, S::splat(args.exp.unit(args.scale))));
         // Rows with m = -inf saw nothing: subtract 0 there, not inf - inf.
-        let shift = S::select(S::lt(hidden, m), m, S::splat(0.0));
-        let log2_e = S::splat(std::f32::consts::LOG2_E * args.scale);
+        let shift = S::select(S::lt(hidden, origin), origin, S::splat(0.0));
+        let factor = S::splat(exp.factor(args.scale));
         let mut sums = [S::splat(0.0); 4];
         for (start, end) in runs {
             for key in (start..end).step_by(4) {
                 for (i, sum) in sums.iter_mut().enumerate() {
                     let at = p.add((key + i) * width);
-                    // Not fused: the maximum must give exactly 1, however large it is.
-                    let x = exp.eval(S::mul(S::sub(S::load(at), shift), log2_e), key + i);
+                    let x = exp.weight(S::load(at), shift, factor, key + i);
                     S::store(at, x);
                     *sum = S::add(*sum, x);
                 }

@@ -44,6 +44,43 @@ pub(crate) enum ExpKind {
     Native,
     /// TurboAttention's function; the threshold is in natural units.
     Sas(f32),
+    /// The same relative to the running maximum, rounded up to a whole number.
+    SasOnline,
+}
+
+impl ExpKind {
+    /// Turns maxima in natural units into the numbers relative to which weights and their sums are computed.
+    pub fn origins(self, maxima: &mut [f32]) {
+        if self == ExpKind::SasOnline {
+            maxima.iter_mut().for_each(|m| *m = m.ceil());
+        }
+    }
+
+    /// The factor that converts an origin to natural units, for scores in units of `scale`.
+    pub(super) fn unit(self, scale: f32) -> f32 {
+        if self == ExpKind::SasOnline { 1.0 } else { scale }
+    }
+
+    /// What [`Exponential::weight`] takes as origin for maxima that scores times `scale` have.
+    ///
+    /// # Safety
+    /// As for the methods of [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn origin<S: Simd>(self, max: S::V, scale: f32) -> S::V {
+        // SAFETY: passed on.
+        unsafe { if self == ExpKind::SasOnline { ceil::<S>(S::mul(max, S::splat(scale))) } else { max } }
+    }
+}
+
+/// # Safety
+/// As for the methods of [`Simd`].
+#[inline(always)]
+pub(super) unsafe fn ceil<S: Simd>(x: S::V) -> S::V {
+    // SAFETY: passed on.
+    unsafe {
+        let zero = S::splat(0.0);
+        S::sub(zero, S::floor(S::sub(zero, x)))
+    }
 }
 
 /// One exponential, applied to t = log2(e) x.
@@ -51,6 +88,21 @@ pub(super) trait Exponential<S: Simd> {
     /// # Safety
     /// As for the methods of [`Simd`].
     unsafe fn eval(&self, t: S::V, key: usize) -> S::V;
+
+    /// The factor that [`weight`](Self::weight) takes for scores in units of `scale`.
+    fn factor(&self, scale: f32) -> f32 {
+        std::f32::consts::LOG2_E * scale
+    }
+
+    /// The weight of a score relative to the [`origin`](ExpKind::origin) of its lane.
+    ///
+    /// # Safety
+    /// As for the methods of [`Simd`].
+    #[inline(always)]
+    unsafe fn weight(&self, score: S::V, origin: S::V, factor: S::V, key: usize) -> S::V {
+        // SAFETY: passed on. Not one fused operation: the maximum must give exactly 1, however large it is.
+        unsafe { self.eval(S::mul(S::sub(score, origin), factor), key) }
+    }
 }
 
 /// The polynomial, and the least power of two that is not 0.
@@ -99,6 +151,34 @@ impl<S: Simd> Exponential<S> for Sas {
     }
 }
 
+pub(super) struct SasOnline;
+
+impl<S: Simd> Exponential<S> for SasOnline {
+    /// Takes the distance x >= 0 below the origin.
+    #[inline(always)]
+    unsafe fn eval(&self, x: S::V, _: usize) -> S::V {
+        // SAFETY: passed on.
+        unsafe {
+            let (f, entry) = S::table(x);
+            let mut cubic = S::splat(SAS_POLY[3]);
+            for c in SAS_POLY[..3].iter().rev() {
+                cubic = S::fma(cubic, f, S::splat(*c));
+            }
+            S::mul(entry, cubic)
+        }
+    }
+
+    fn factor(&self, scale: f32) -> f32 {
+        scale
+    }
+
+    #[inline(always)]
+    unsafe fn weight(&self, score: S::V, origin: S::V, factor: S::V, key: usize) -> S::V {
+        // SAFETY: passed on. Not one fused operation: rounded like the maximum, no score comes out above the origin.
+        unsafe { Exponential::<S>::eval(self, S::sub(origin, S::mul(score, factor)), key) }
+    }
+}
+
 /// Runs `$body` with `$exp` bound to the exponential of `$kind`. Powers of two below `$least` are 0; the function of
 /// TurboAttention has its own threshold.
 macro_rules! with_exp {
@@ -127,6 +207,10 @@ macro_rules! with_exp {
             }
             ExpKind::Sas(threshold) => {
                 let $exp = Sas(threshold);
+                $body
+            }
+            ExpKind::SasOnline => {
+                let $exp = SasOnline;
                 $body
             }
         }

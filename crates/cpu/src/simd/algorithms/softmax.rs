@@ -1,6 +1,6 @@
 //! The work on a tile of scores between two products: the online softmax, and its backward.
 
-use super::exponential::{EXP2_NATIVE, ExpKind, Exponential, Mixed, Poly, Sas, with_exp};
+use super::exponential::{EXP2_NATIVE, ExpKind, Exponential, Mixed, Poly, Sas, SasOnline, ceil, with_exp};
 use crate::simd::{MAX_VECTORS, Simd};
 use fulgurite_core::exp::EXP2_POLY;
 
@@ -90,18 +90,16 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(
     mut probe: Option<&mut LaneProbe<'_>>,
 ) -> SoftmaxStats {
     let mut stats = SoftmaxStats::default();
-    let log2_e = std::f32::consts::LOG2_E * args.scale;
     // SAFETY: the table checked that ranges lie inside `s` and that lane arrays have `stride` elements.
     unsafe {
-        let log2_e = S::splat(log2_e);
+        let factor = S::splat(exp.factor(args.scale));
         for z in 0..args.stride / S::LANES {
             let Some(begun) = begin::<S>(args, z, &mut stats) else { continue };
             let s = args.s.as_mut_ptr().add(z * S::LANES);
             let (mut sum, mut probed) = (S::splat(0.0), S::splat(0.0));
             for key in args.ranges[z].0..args.ranges[z].1 {
                 let at = s.add(key * args.stride);
-                // Not one fused operation: the maximum must give exactly 1, however large it is.
-                let p = exp.eval(S::mul(S::sub(S::load(at), begun.shift), log2_e), key);
+                let p = exp.weight(S::load(at), begun.shift, factor, key);
                 S::store(at, p);
                 sum = S::add(sum, p);
                 if let Some(probe) = &mut probe {
@@ -125,7 +123,7 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(
 
 /// A vector of lanes whose maximum is settled.
 pub(in crate::simd) struct Begun<S: Simd> {
-    /// The term to subtract from scores.
+    /// What weights are relative to.
     pub shift: S::V,
     alpha: S::V,
     trust: bool,
@@ -212,7 +210,7 @@ pub(in crate::simd) unsafe fn settle<S: Simd>(
         let m_at = args.m.as_mut_ptr().add(z * S::LANES);
         let old = S::load(m_at);
         let finite = S::lt(hidden, old);
-        let (mut m, mut alpha) = (old, S::splat(1.0));
+        let (mut origin, mut alpha) = (args.exp.origin::<S>(old, args.scale), S::splat(1.0));
         if let Some(new) = highest {
             let tau = match args.policy {
                 Policy::Raise(tau) => tau * std::f32::consts::LN_2 / args.scale,
@@ -220,20 +218,22 @@ pub(in crate::simd) unsafe fn settle<S: Simd>(
             };
             let higher = S::lt(old, new);
             // Lanes that have seen nothing take any maximum.
-            let raise = S::lt(S::add(old, S::splat(tau)), new);
-            m = S::select(raise, new, old);
+            let m = S::select(S::lt(S::add(old, S::splat(tau)), new), new, old);
             S::store(m_at, m);
             if args.policy == Policy::MaxOnly {
                 return None;
             }
+            let before = origin;
+            origin = args.exp.origin::<S>(m, args.scale);
             stats.possible += S::count(S::and(higher, finite));
-            let rescaled = S::and(raise, finite);
+            let rescaled = S::and(S::lt(before, origin), finite);
             stats.rescaled += S::count(rescaled);
-            let log2_e = S::splat(std::f32::consts::LOG2_E * args.scale);
-            alpha = S::select(rescaled, S::exp2(S::mul(S::sub(old, m), log2_e), &EXP2_NATIVE), S::splat(1.0));
+            let log2_e = S::splat(std::f32::consts::LOG2_E * args.exp.unit(args.scale));
+            alpha = S::select(rescaled, S::exp2(S::mul(S::sub(before, origin), log2_e), &EXP2_NATIVE), S::splat(1.0));
         }
-        // m is -inf in a lane that has seen no key: subtract 0 there, not inf - inf.
-        Some(Begun { shift: S::select(S::lt(hidden, m), m, S::splat(0.0)), alpha, trust: highest.is_none() })
+        // It is -inf in a lane that has seen no key: subtract 0 there, not inf - inf.
+        let shift = S::select(S::lt(hidden, origin), origin, S::splat(0.0));
+        Some(Begun { shift, alpha, trust: highest.is_none() })
     }
 }
 
@@ -313,11 +313,13 @@ pub(in crate::simd) unsafe fn grad<S: Simd>(args: &mut GradArgs<'_>) {
 #[inline(always)]
 unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E) {
     let stride = args.stride;
-    let sas = matches!(args.exp, ExpKind::Sas(_));
+    // TurboAttention's function is taken against the maximum, or a whole number; the sum divides afterwards.
+    let (sas, online) = (matches!(args.exp, ExpKind::Sas(_)), args.exp == ExpKind::SasOnline);
     // SAFETY: the table checked that ranges lie inside the tiles and that lane arrays have `stride` elements.
     unsafe {
         let zero = S::splat(0.0);
         let (log2_e, scale) = (S::splat(std::f32::consts::LOG2_E), S::splat(args.scale));
+        let unit = S::splat(exp.factor(1.0));
         for z in 0..S::VECTORS {
             let lane = z * S::LANES;
             if lane >= stride {
@@ -328,16 +330,25 @@ unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E
             let dp = args.dp.as_mut_ptr().add(lane);
             let lse = S::load(args.lse.as_ptr().add(lane));
             let delta = S::sub(zero, S::load(args.delta.as_ptr().add(lane)));
-            // The function of TurboAttention is taken against the maximum; the sum divides afterwards.
-            let top = if sas { S::load(args.max.as_ptr().add(lane)) } else { lse };
-            let factor = if sas { S::exp2(S::mul(S::sub(top, lse), log2_e), &EXP2_NATIVE) } else { S::splat(1.0) };
+            let top = match (sas, online) {
+                (true, _) => S::load(args.max.as_ptr().add(lane)),
+                // No score lies above it, since each is at most the LSE but for rounding.
+                (_, true) => S::add(ceil::<S>(lse), S::splat(1.0)),
+                _ => lse,
+            };
+            let mut factor = S::splat(1.0);
+            if sas || online {
+                factor = S::exp2(S::mul(S::sub(top, lse), log2_e), &EXP2_NATIVE);
+                // A row without keys has an infinite LSE, and no weights.
+                factor = S::select(S::lt(lse, S::splat(f32::INFINITY)), factor, zero);
+            }
             let (first, last) = args.inner[z];
             let (lo, hi) = (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)));
             for key in start..end {
                 let (s_at, dp_at) = (s.add(key * stride), dp.add(key * stride));
                 let score = S::load(s_at);
-                let mut p = exp.eval(S::mul(S::sub(score, top), log2_e), key);
-                if sas {
+                let mut p = exp.weight(score, top, unit, key);
+                if sas || online {
                     p = S::mul(p, factor);
                 }
                 let mut ds = S::mul(p, S::fma(S::load(dp_at), scale, delta));

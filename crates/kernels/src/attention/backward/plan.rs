@@ -487,7 +487,7 @@ fn facts_of(
         return missing(format!("backward of precision {precision}"));
     }
     let exp = problem.exp();
-    if matches!(exp, Exp::Sas { .. }) {
+    if exp.is_sas() {
         return missing(format!("backward of exp {exp}"));
     }
     let layout = problem.layout();

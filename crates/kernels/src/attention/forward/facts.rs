@@ -141,6 +141,9 @@ fn supported(problem: &Problem, rescale: Option<Rescale>) -> Result<Number, NoKe
         return missing(format!("precision {precision}"));
     }
     let exp = problem.exp();
+    if exp == Exp::SasOnline {
+        return missing(format!("exp {exp}"));
+    }
     if let (true, Some(rescale @ (Rescale::Lazy(_) | Rescale::Optimistic(_)))) = (scans(problem), rescale) {
         return missing(format!("exp {exp} with rescale {rescale}; leave rescale out, or use always"));
     }
