@@ -38,6 +38,8 @@ mod skip_clusters;
 mod skip_means;
 mod skip_text;
 pub mod stop;
+#[doc(hidden)]
+pub mod sums;
 pub mod tensor;
 mod walk;
 

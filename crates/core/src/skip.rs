@@ -19,6 +19,7 @@ use crate::precision::Precision;
 use crate::problem::{Problem, ProblemBuilder, Side};
 use crate::skip_clusters::Clusters;
 use crate::skip_means::TileMeans;
+use crate::sums::dot;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -273,6 +274,37 @@ impl<'a> SkipBound<'a> {
         Ok(self)
     }
 
+    /// The tiles of q, then of k, whose means [`admitted`](Self::admitted) will ask for: the side, a sequence, a head and
+    /// a tile. Threads that compute them first, with [`mean`](Self::mean), do not wait for each other later. Heads that
+    /// see few tiles are left out.
+    pub fn mean_tiles(&self) -> Vec<(Side, usize, usize, usize)> {
+        let (problem, skip) = (&self.problem.base, &self.problem.skip);
+        if skip.proxy.is_none() || self.clusters.is_some() {
+            return Vec::new();
+        }
+        let (group, [rows, cols]) = (problem.group(), skip.tile);
+        let dense = |head: &usize| matches!(skip.class(*head), HeadClass::Dense | HeadClass::Log);
+        let heads: Vec<usize> = (0..problem.q_heads()).filter(dense).collect();
+        let mut all = Vec::new();
+        for (number, s) in self.bound.sequences().iter().enumerate().filter(|(_, s)| s.q_len > 0 && s.k_len > 0) {
+            let edges = [0, s.q_len - 1].map(|q| problem.mask().keys(q, s.q_len, s.k_len));
+            let seen = edges[0].start.min(edges[1].start) / cols..edges[0].end.max(edges[1].end).div_ceil(cols);
+            for (i, &head) in heads.iter().enumerate() {
+                all.extend((0..s.q_len.div_ceil(rows)).map(|tile| (Side::Query, number, head, tile)));
+                if i == 0 || heads[i - 1] / group != head / group {
+                    all.extend(seen.clone().map(|tile| (Side::Key, number, head / group, tile)));
+                }
+            }
+        }
+        all
+    }
+
+    /// Computes the mean of a tile of [`mean_tiles`](Self::mean_tiles), unless it is known.
+    pub fn mean(&self, (side, sequence, head, tile): (Side, usize, usize, usize)) {
+        let Some(means) = &self.means else { return };
+        means[usize::from(side == Side::Key)].of(&self.bound, &self.bound.sequences()[sequence], head, tile);
+    }
+
     /// The rows of a tile of queries.
     pub fn tile_rows(&self, s: &Sequence, tile: usize) -> Range<usize> {
         let rows = self.problem.skip.tile[0];
@@ -385,8 +417,7 @@ impl<'a> SkipBound<'a> {
         for &t in tiles {
             let other = keys.of(&self.bound, s, head / problem.group(), t);
             if other.alike > similarity {
-                let dot: f64 = own.mean.iter().zip(&other.mean).map(|(x, y)| x * y).sum();
-                scored.push((t, dot * f64::from(problem.scale())));
+                scored.push((t, dot(&own.mean, &other.mean) * f64::from(problem.scale())));
             } else {
                 keep.push(t);
             }

@@ -2,7 +2,10 @@
 
 use crate::inputs::{Bound, Sequence};
 use crate::problem::Side;
+use crate::sums::dot;
 use crate::tensor::Data;
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -40,7 +43,7 @@ impl TileMeans {
         TileMeans { side, rows, heads, tiles, means }
     }
 
-    /// The mean of a tile of a head.
+    /// The mean of a tile of a head. A thread waits for another that computes the same.
     pub fn of(&self, bound: &Bound<'_>, s: &Sequence, head: usize, tile: usize) -> &TileMean {
         let at = (s.batch * self.heads + head) * self.tiles + tile;
         self.means[at].get_or_init(|| {
@@ -62,31 +65,34 @@ fn summary(bound: &Bound<'_>, side: Side, s: &Sequence, head: usize, rows: Range
     };
     let (d, at) = (bound.problem().head_dim(), bound.row_layout(view.strides(), s, side));
     let each = 1.0 / rows.len() as f64;
-    let (mut mean, mut unit, mut row) = (vec![0.0f64; d], vec![0.0f64; d], vec![0.0f64; d]);
+    let (mut mean, mut unit, mut row) = (vec![0.0f64; d], vec![0.0f64; d], vec![0.0f32; d]);
     for i in rows {
         let start = at.at(i, head);
-        // The last axis is contiguous, so a row is a slice.
+        // The last axis is contiguous, so a row is a slice. bf16 is the upper half of an f32.
         match view.data() {
-            Data::F32(x) => row.iter_mut().zip(&x[start..start + d]).for_each(|(to, x)| *to = f64::from(*x)),
-            Data::F16(x) => row.iter_mut().zip(&x[start..start + d]).for_each(|(to, x)| *to = x.to_f64()),
-            Data::Bf16(x) => row.iter_mut().zip(&x[start..start + d]).for_each(|(to, x)| *to = x.to_f64()),
-            _ => row.iter_mut().enumerate().for_each(|(c, to)| *to = view.at(start + c)),
+            Data::F32(x) => row.copy_from_slice(&x[start..start + d]),
+            Data::F16(x) => x[start..start + d].convert_to_f32_slice(&mut row),
+            Data::Bf16(x) => {
+                let wide = |x: &bf16| f32::from_bits(u32::from(x.to_bits()) << 16);
+                row.iter_mut().zip(&x[start..start + d]).for_each(|(to, x)| *to = wide(x));
+            }
+            _ => row.iter_mut().enumerate().for_each(|(c, to)| *to = view.at(start + c) as f32),
         }
-        let length = row.iter().map(|x| x * x).sum::<f64>().sqrt().max(1e-30);
-        for ((mean, unit), x) in mean.iter_mut().zip(&mut unit).zip(&row) {
-            *mean += x * each;
-            *unit += x * (each / length);
+        let share = each / dot(&row, &row).sqrt().max(1e-30);
+        for ((mean, unit), &x) in mean.iter_mut().zip(&mut unit).zip(&row) {
+            *mean += f64::from(x) * each;
+            *unit += f64::from(x) * share;
         }
     }
     // The mean of the Gram matrix of unit rows is the squared norm of their mean.
-    TileMean { mean, alike: unit.iter().map(|x| x * x).sum() }
+    TileMean { alike: dot(&unit, &unit), mean }
 }
 
 #[cfg(test)]
 mod tests {
     use crate::random::Rng;
-    use crate::skip::{Proxy, Skip, SkipProblem, TileCounts};
-    use crate::{DType, Inputs, Mask, Problem, Tensor};
+    use crate::skip::{HeadClass, Proxy, Skip, SkipProblem, TileCounts};
+    use crate::{DType, Inputs, Mask, Problem, Side, Tensor};
     use proptest::prelude::*;
 
     const ROWS: usize = 32;
@@ -226,6 +232,27 @@ mod tests {
             // The last row of tiles has 40; two of the diagonal and the first are kept in any case.
             assert_eq!(last, want, "share {share}");
         }
+    }
+
+    /// Threads compute the means of the heads that see many tiles beforehand, each once.
+    #[test]
+    fn means_are_listed_once() {
+        let n = 5 * ROWS + 1;
+        let builder = Problem::builder().dense(2, n, n).heads(4, 2).head_dim(D).mask(Mask::causal());
+        let (dense, window) = (HeadClass::Dense, HeadClass::Window { keys: 9, sinks: 0 });
+        let proxy = Some(Proxy::Top { share: 0.5, similarity: 0.0 });
+        let skip = Skip { classes: vec![dense, dense, window, window], proxy, tile: [ROWS, COLS], ..Skip::default() };
+        let problem = SkipProblem::new(builder, skip).unwrap();
+        let [q, k] = [problem.base().q_shape(), problem.base().k_shape()].map(|shape| {
+            Tensor::from_f64(DType::F32, &Rng::new(3).normals(shape.iter().product(), 1.0), &shape).unwrap()
+        });
+        let bound = problem.bind(&Inputs::new(q.view(), k.view(), k.view())).unwrap();
+        let tiles = bound.mean_tiles();
+        let of = |side: Side, head: usize| tiles.iter().filter(|t| t.0 == side && t.2 == head).count();
+        assert_eq!([0, 1, 2].map(|head| of(Side::Query, head)), [2 * 6, 2 * 6, 0]);
+        assert_eq!([0, 1].map(|head| of(Side::Key, head)), [2 * 11, 0]);
+        assert!(tiles.iter().enumerate().all(|(i, tile)| !tiles[..i].contains(tile)));
+        tiles.into_iter().for_each(|tile| bound.mean(tile));
     }
 
     #[test]

@@ -18,6 +18,9 @@ use std::cell::LazyCell;
 use std::ops::Range;
 use std::sync::Mutex;
 
+/// Tiles whose means a thread computes at once.
+const MEANS: usize = 16;
+
 /// The tiles that a call kept.
 #[derive(Debug, Clone)]
 pub struct SkipOutcome {
@@ -61,6 +64,12 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
         lse: SharedRows::new(&mut outputs.lse),
         lse_strides: &lse_strides,
     };
+    // Rows of tiles would wait for each other's means: all need those of the first keys first.
+    let means = skip.mean_tiles();
+    pool::run(options.threads(), means.len().div_ceil(MEANS), &|i| {
+        stop::poll();
+        means.iter().skip(i * MEANS).take(MEANS).for_each(|&tile| skip.mean(tile));
+    });
     let rows = skip.problem().skip().tile[0];
     let (heads, tiles) = (cx.problem.q_heads(), cx.problem.max_q_len().div_ceil(rows));
     let threads = options.threads();

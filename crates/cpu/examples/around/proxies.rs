@@ -45,6 +45,7 @@ pub fn measure(threads: usize) -> Vec<Line> {
                     },
                     &mut || {
                         let bound = problem.bind(&inputs).expect("fits");
+                        bound.mean_tiles().into_iter().for_each(|tile| bound.mean(tile));
                         let mut counts = Default::default();
                         bound.each(|s, head, tile| {
                             std::hint::black_box(bound.admitted(s, head, tile, &mut counts));
