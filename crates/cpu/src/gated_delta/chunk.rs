@@ -60,15 +60,17 @@ impl Gates {
 
 /// Structure of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+pub(super) enum Part {
     /// Only the lower triangle of the result is needed; elements above it are arbitrary.
     LowerResult,
     /// The left operand is a lower triangle.
     LowerLeft,
+    /// Both.
+    LowerBoth,
 }
 
-/// C (+)= A B of a lower triangle, A m x k and B k x n.
-fn product(
+/// C (+)= A B of a lower triangle, A m x k and B k x n; rows of C and B are as far apart.
+pub(super) fn product(
     cx: &Context<'_>,
     c: &mut [f32],
     [a, b]: [Matrix<'_>; 2],
@@ -79,9 +81,34 @@ fn product(
 ) {
     for row in (0..m).step_by(STEP) {
         let rows = STEP.min(m - row);
-        let n = if part == Part::LowerResult { (row + rows).min(n) } else { n };
-        let k = if part == Part::LowerLeft { (row + rows).min(k) } else { k };
+        let n = if part == Part::LowerLeft { n } else { (row + rows).min(n) };
+        let k = if part == Part::LowerResult { k } else { (row + rows).min(k) };
         cx.kernels.gemm(MatrixMut::at(c, b.stride, row, 0), a.at(row, 0), b, [rows, n, k], sum, ahead);
+    }
+}
+
+/// C (+)= A^T B of a lower triangle A, k x k, and B k x n; rows of C and B are as far apart.
+pub(super) fn product_transposed(
+    cx: &Context<'_>,
+    c: &mut [f32],
+    [a, b]: [Matrix<'_>; 2],
+    [n, k]: [usize; 2],
+    part: Part,
+    sum: Sum,
+    ahead: &mut Ahead,
+) {
+    for row in (0..k).step_by(STEP) {
+        let rows = STEP.min(k - row);
+        let n = if part == Part::LowerLeft { n } else { (row + rows).min(n) };
+        let to = MatrixMut::at(c, b.stride, row, 0);
+        cx.kernels.gemm_transposed(to, a.at(row, row), b.at(row, 0), [rows, n, k - row], sum, ahead);
+    }
+}
+
+/// Clears what [`Part::LowerResult`] leaves of a square.
+pub(super) fn clear_above(square: &mut [f32]) {
+    for (i, row) in square.chunks_exact_mut(CHUNK).enumerate() {
+        row[((i / STEP + 1) * STEP).min(CHUNK)..].fill(0.0);
     }
 }
 
