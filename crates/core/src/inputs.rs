@@ -233,6 +233,10 @@ impl<'a> Bound<'a> {
     pub fn sink(&self, head: usize) -> Option<f64> {
         self.sinks.as_ref().map(|s| s.get(&[head]))
     }
+    /// The sink of one head for its gradient: one of -inf is hidden, so no row has a term there, whatever the row holds.
+    pub fn visible_sink(&self, head: usize) -> Option<f64> {
+        self.sink(head).filter(|&sink| sink != f64::NEG_INFINITY)
+    }
     /// Auxiliary tensors in the order of the problem.
     pub fn aux(&self) -> &[TensorView<'a>] {
         &self.aux
