@@ -81,7 +81,7 @@ impl Arithmetic for Borders {
             d_modified.push(d_s);
             d_scaled.push(d_x);
         }
-        let sink = head.bound.sink(head.head).filter(|_| rounded && row.lse != f64::NEG_INFINITY);
+        let sink = head.bound.visible_sink(head.head).filter(|_| rounded && row.lse != f64::NEG_INFINITY);
         walk::RowGradient { d_q, d_modified, d_scaled, d_sink: sink.map_or(0.0, |s| (s - row.lse).exp() * delta) }
     }
 

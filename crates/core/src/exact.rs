@@ -140,7 +140,7 @@ impl Arithmetic for Exact {
             d_modified.push(d_s);
             d_scaled.push(d_x);
         }
-        let d_sink = head.bound.sink(head.head).map_or(0.0, |sink| -sink_share(sink, row.lse) * delta);
+        let d_sink = head.bound.visible_sink(head.head).map_or(0.0, |sink| -sink_share(sink, row.lse) * delta);
         walk::RowGradient { d_q, d_modified, d_scaled, d_sink }
     }
 

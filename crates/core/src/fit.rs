@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::error::InputError;
 use crate::problem::Problem;
-use crate::tensor::{Place, TensorView};
+use crate::tensor::{Place, TensorView, ask_memory};
 
 pub(crate) fn shape_is(arg: &str, got: &[usize], want: &[usize]) -> Result<(), InputError> {
     if got == want {
@@ -97,6 +97,7 @@ pub(crate) fn last_stride(arg: &'static str, shape: &[usize], strides: &[usize])
 pub(crate) fn integers(arg: &'static str, view: &TensorView<'_>, want: usize) -> Result<Vec<i32>, InputError> {
     dtype_is(arg, view.dtype(), DType::I32)?;
     shape_is(arg, view.shape(), &[want])?;
+    ask_memory(format_args!("a copy of `{arg}`"), want.saturating_mul(size_of::<f64>()))?;
     Ok(view.to_f64().into_iter().map(|x| x as i32).collect())
 }
 

@@ -6,7 +6,7 @@ use crate::error::InputError;
 use crate::expr::{Domain, Program};
 use crate::fit::{asked, check_on, device_contiguous, integers, integers_fit, place_is, rows_fit, shape_is};
 use crate::problem::{Layout, Problem, Side, check_offsets};
-use crate::tensor::{DeviceId, Place, TensorView};
+use crate::tensor::{DeviceId, Place, TensorView, ask_memory};
 use std::ops::Range;
 
 pub use crate::fit::check_like;
@@ -233,6 +233,10 @@ impl<'a> Bound<'a> {
     pub fn sink(&self, head: usize) -> Option<f64> {
         self.sinks.as_ref().map(|s| s.get(&[head]))
     }
+    /// The sink of one head for its gradient: one of -inf is hidden, so no row has a term there, whatever the row holds.
+    pub fn visible_sink(&self, head: usize) -> Option<f64> {
+        self.sink(head).filter(|&sink| sink != f64::NEG_INFINITY)
+    }
     /// Auxiliary tensors in the order of the problem.
     pub fn aux(&self) -> &[TensorView<'a>] {
         &self.aux
@@ -290,6 +294,8 @@ impl<'a> Bound<'a> {
 
 fn sequences(inputs: &Inputs<'_>, problem: &Problem) -> Result<Vec<Sequence>, InputError> {
     let batch = problem.batch();
+    // There may be any number of them where they are empty: their tensors have no element.
+    ask_memory("the list of sequences", batch.saturating_mul(size_of::<Sequence>()))?;
     let mut all = Vec::with_capacity(batch);
     match (problem.layout(), inputs.cu_seqlens_q, inputs.cu_seqlens_k) {
         (Layout::Packed(p), Some(cu_q), Some(cu_k)) => {

@@ -290,7 +290,8 @@ fn row_gradient<T: Copy + Into<f64>>(
         d_modified.push(f64::from(round(problem, d_s)));
         d_scaled.push(f64::from(d_x));
     }
-    let d_sink = head.bound.sink(head.head).map_or(0.0, |sink| -(sink_share(sink, row.lse) as f32) * delta);
+    let sink = head.bound.visible_sink(head.head);
+    let d_sink = sink.map_or(0.0, |sink| -(sink_share(sink, row.lse) as f32) * delta);
     let d_q = d_q.into_iter().map(|d| f64::from(d * scale)).collect();
     walk::RowGradient { d_q, d_modified, d_scaled, d_sink: f64::from(d_sink) }
 }

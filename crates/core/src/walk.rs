@@ -105,6 +105,7 @@ impl<'a, T: Copy> Head<'a, T> {
             bound.row_layout(bound.v().strides(), &sequence, Side::Key),
         );
         let elems = |dim: usize| sequence.k_len.saturating_mul(dim).saturating_mul(size_of::<T>());
+        stop::poll();
         stop::ask("keys of a head in f64", elems(problem.head_dim() + problem.value_dim()));
         let (mut k, mut v) = (Vec::new(), Vec::new());
         for j in 0..sequence.k_len {

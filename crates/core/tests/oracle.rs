@@ -201,6 +201,19 @@ fn a_sink_far_above_the_scores_stays_finite() {
     assert!(answer.o.iter().all(|x| x.is_finite()) && answer.lse[2].abs() < 100.0);
 }
 
+/// A sink of -inf is hidden like a score of -inf: what rows hold does not reach its gradient.
+#[test]
+fn a_hidden_sink_has_no_gradient() {
+    let mut tiny = Tiny::new(base(2, 3).sinks(), 6);
+    tiny.tensors[3] = vec![f32::NEG_INFINITY, 0.5];
+    let gradients = tiny.with(|bound, d_o, _| {
+        let d_o = Tensor::from_f64(DType::F32, &vec![f64::NAN; d_o.to_f64().len()], d_o.shape()).unwrap();
+        oracle::backward(bound, &d_o.view(), None)
+    });
+    let d_sinks = gradients.d_sinks.unwrap();
+    assert!(d_sinks[0] == 0.0 && d_sinks[1].is_nan(), "{d_sinks:?}");
+}
+
 #[test]
 fn nan_propagates_to_the_rows_that_see_it_only() {
     let mut tiny = Tiny::new(base(3, 3).mask(Mask::causal()), 7);

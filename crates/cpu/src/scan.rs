@@ -13,7 +13,7 @@ use crate::simd::{
     AboveArgs, Ahead, BestArgs, DEPTH, GROUP, Kernels, Matrix, MatrixKernels, MatrixMut, OtherArgs, Panels, Sum,
 };
 use crate::{Options, pool};
-use fulgurite_core::Data;
+use fulgurite_core::{Data, stop};
 use std::ops::Range;
 
 /// Keys per block.
@@ -71,7 +71,7 @@ struct Lines {
 
 impl Lines {
     fn new(len: usize) -> Lines {
-        let data = vec![0.0f32; len + 16];
+        let data: Vec<f32> = stop::zeros("packed rows", len + 16);
         let start = data.as_ptr().align_offset(64).min(16);
         Lines { data, start, len }
     }
@@ -303,7 +303,14 @@ impl Scanner {
             Some((_, parts)) => Panels::room(BLOCK / GROUP, depth, parts),
         };
         let blocks = n.div_ceil(BLOCK);
-        let mut keys = PackedKeys { n, d, room, data: Lines::new(blocks * room), bias: vec![0.0; n], largest: 0.0 };
+        let mut keys = PackedKeys {
+            n,
+            d,
+            room,
+            data: Lines::new(blocks * room),
+            bias: stop::zeros("packed rows", n),
+            largest: 0.0,
+        };
         let mut largest = vec![0.0f64; blocks];
         let parts = keys.data.get_mut().chunks_mut(room.max(1)).zip(keys.bias.chunks_mut(BLOCK)).zip(&mut largest);
         pool::each(self.threads, parts, |block, ((to, bias), largest)| {
@@ -371,6 +378,7 @@ impl Scanner {
             fold.begin(&norms[..count]);
             let _hold = self.unit.map(|(unit, _)| unit.hold());
             for first_key in range.clone().step_by(BLOCK) {
+                stop::poll();
                 let count_keys = BLOCK.min(range.end - first_key);
                 let block = first_key / BLOCK;
                 let own = &keys.data.get()[block * keys.room..(block + 1) * keys.room];

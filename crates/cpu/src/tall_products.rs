@@ -3,6 +3,7 @@
 use crate::memory::{Arena, with_workspace};
 use crate::scan::Scanner;
 use crate::simd::{Ahead, Matrix, MatrixMut, Sum};
+use fulgurite_core::stop;
 
 /// Number of rows whose products are summed in f32.
 const DEPTH: usize = 256;
@@ -21,6 +22,7 @@ impl Scanner {
         with_workspace(columns * tile, |c| {
             for rows in rows.chunks(DEPTH * columns) {
                 for first in (0..columns).step_by(tile) {
+                    stop::poll();
                     let width = tile.min(columns - first);
                     let x = Matrix::new(rows, columns).at(0, first);
                     let size = [columns - first, width, rows.len() / columns];
@@ -49,6 +51,7 @@ impl Scanner {
             let mut arena = Arena::new(workspace);
             let [y, z] = sizes.map(|n| arena.take(n));
             for rows in rows.chunks(DEPTH * d) {
+                stop::poll();
                 self.times(rows, d, b, width, y);
                 let (x, y) = (Matrix::new(rows, d), Matrix::new(y, width));
                 let to = MatrixMut::at(z, width, 0, 0);

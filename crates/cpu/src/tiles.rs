@@ -12,7 +12,9 @@ use crate::step::Step;
 use crate::unit::{Packer, QueryRows, Unit, Vectors};
 use fulgurite_core::expr::Coverage;
 use fulgurite_core::format::GroupFormat;
-use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Precision, Problem, RowLayout, Sequence, Side, TensorView};
+use fulgurite_core::{
+    BlockMask, Bound, DType, Data, Exp, Precision, Problem, RowLayout, Sequence, Side, TensorView, stop,
+};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -22,6 +24,9 @@ const GRAIN: usize = 8;
 const FEW_TILES: usize = 4;
 /// Largest number of lanes of a tile.
 pub(crate) const MAX_LANES: usize = 64;
+
+/// Bytes that the lists of a call take for each sequence and key/value head at most, besides those of its tiles.
+const PAIR_BYTES: usize = 256;
 
 /// Data that every step of a call needs.
 pub(crate) struct Context<'a> {
@@ -67,6 +72,8 @@ impl<'a> Context<'a> {
     /// A context with the call's own unit.
     pub fn with(bound: &'a Bound<'a>, kernels: &'static Kernels, unit: &'a dyn Unit) -> Self {
         let problem = bound.problem();
+        let pairs = bound.sequences().len().saturating_mul(problem.kv_heads());
+        stop::ask("lists of sequences and heads", pairs.saturating_mul(PAIR_BYTES));
         let own_blocks = problem.blocks().is_some_and(|spec| spec.heads > 1);
         let exp = exp_kind(problem);
         let (d, dv) = (problem.head_dim(), problem.value_dim());

@@ -18,18 +18,12 @@ fn failures(case: &Case, isa: Isa, margin: f64) -> Vec<String> {
     backward(&bound, &saved, &mut gradients.outputs(), &options);
     let mut verdicts = check_forward(&bound, &result, 1);
     verdicts.extend(check_backward(&bound, &saved, &gradients, 1));
-    let is_right = |v: &Verdict| v.ok() || margin > 1.0 && is_close(case, v, margin);
-    let failed = verdicts.into_iter().filter(|(_, v)| !is_right(v));
-    failed.map(|(name, v)| format!("{case} {isa:?} {:?}: {name}: {v}", case.features)).collect()
-}
-
-/// Whether NaN and infinities are in place, and values differ by rounding alone. The rule takes the error of straightforward
-/// code as its measure, one sample of it; of tens of thousands of small problems some two in a thousand have a lucky sample.
-fn is_close(case: &Case, v: &Verdict, margin: f64) -> bool {
     // What is left of terms around 1 that cancel, in f32; and the error of a polynomial of degree 3, which straightforward
     // code gives to other elements.
     let rest = if case.features.contains(&"exp") { 2e-3 } else { 4e-6 };
-    v.misplaced == 0 && v.worst <= margin * v.allowed + rest
+    let is_right = |v: &Verdict| v.ok() || margin > 1.0 && v.is_within(margin, rest);
+    let failed = verdicts.into_iter().filter(|(_, v)| !is_right(v));
+    failed.map(|(name, v)| format!("{case} {isa:?} {:?}: {name}: {v}", case.features)).collect()
 }
 
 /// How many seeds, from which on: more of them in long tests (`FULGURITE_SEEDS=0:5000`).

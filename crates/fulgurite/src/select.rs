@@ -7,7 +7,7 @@ use crate::device::OnDevice;
 use crate::engine::{Engine, Run, Unsupported};
 use crate::oracle::Oracle;
 use crate::profile::Tables;
-use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Saved};
+use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Saved, stop};
 use fulgurite_cpu::{Isa, Options, Way};
 use fulgurite_cuda::{Cuda, Options as CudaOptions};
 use fulgurite_ptx::device::Device;
@@ -40,10 +40,8 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
         Choice::CpuIsa(isa) => Box::new(Cpu::new(Some(isa), settings)?),
         Choice::Cuda => cuda(settings, None)?,
         Choice::CudaUnit(unit) => cuda(settings, Some(unit))?,
-        Choice::Sim => on_device(Sim::default(), Tables::default(), settings, None),
-        Choice::SimArch(arch) => {
-            on_device(Sim::on(Target::new(arch), SimOptions::default()), Tables::default(), settings, None)
-        }
+        Choice::Sim => simulator(Target::HOPPER, settings),
+        Choice::SimArch(arch) => simulator(Target::new(arch), settings),
         Choice::Oracle => Box::new(Oracle),
     })
 }
@@ -53,6 +51,12 @@ fn cuda(settings: &Settings, unit: Option<TensorUnit>) -> Result<Box<dyn Engine>
     let cuda = Cuda::open(0, CudaOptions::default())?;
     let tables = settings.profile.tables(&cuda.name())?;
     Ok(on_device(cuda, tables, settings, unit))
+}
+
+/// A simulated GPU, whose launches end where the caller wants an end.
+fn simulator(target: Target, settings: &Settings) -> Box<dyn Engine> {
+    let sim = Sim::on(target, SimOptions::default()).polling(stop::poll);
+    on_device(sim, Tables::default(), settings, None)
 }
 
 fn on_device<D: Device + 'static>(

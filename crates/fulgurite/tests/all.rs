@@ -4,6 +4,7 @@ mod common;
 mod cycles;
 mod decode;
 mod explain;
+mod interrupts;
 mod modified;
 mod nonfinite;
 mod refusals;

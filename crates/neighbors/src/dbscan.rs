@@ -5,6 +5,7 @@ use crate::knn::NeighborIndex;
 use crate::points::precision;
 use crate::union::Union;
 use crate::{Error, Metric, Options, Points};
+use fulgurite_core::stop;
 use fulgurite_cpu::pool;
 use std::sync::Mutex;
 
@@ -66,6 +67,12 @@ impl Dbscan {
             let hint = "a core counts itself";
             return Err(Error::Count { arg: "min_samples", got: 0, low: 1, high: usize::MAX, hint });
         }
+        stop::catch_memory(|| self.fitted(points))?
+    }
+
+    fn fitted(&self, points: Points<'_>) -> Result<DbscanModel, Error> {
+        const ROW: usize = size_of::<Vec<u32>>() + 4 * size_of::<u32>();
+        stop::ask("labels and lists of cores", points.len().saturating_mul(ROW));
         let index = NeighborIndex::packed(points, Metric::Euclidean, self.options, precision(None))?;
         let (n, group, threads) = (points.len(), index.scanner().group(), index.scanner().threads());
         let mut counts = vec![0u32; n];

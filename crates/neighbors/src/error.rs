@@ -1,5 +1,6 @@
 //! The reason why a call was refused: the argument, its value, the allowed values, and a hint.
 
+use fulgurite_core::TensorError;
 use thiserror::Error;
 
 /// Why a call was refused; the caller can repair it from the message alone.
@@ -120,6 +121,9 @@ pub enum Error {
         /// The sign of the change.
         what: String,
     },
+    /// The process cannot have the memory for the result or for the work.
+    #[error(transparent)]
+    Memory(#[from] TensorError),
     /// The eigenvalue solver gave up.
     #[error("`points`: the eigenvalues of their products did not converge; scale the columns to similar size")]
     Eigen,

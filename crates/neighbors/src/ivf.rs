@@ -1,9 +1,10 @@
 //! Approximate search: rows in lists by their nearest centroid, and queries that look into the nearest few lists.
 
 use crate::kmeans::sorted;
-use crate::knn::{Search, nearer};
+use crate::knn::{Search, ask_lists, nearer};
 use crate::points::{Kept, checked_tolerance, precision};
 use crate::{Error, Init, KMeans, Metric, NeighborIndex, Neighbors, Options, Points};
+use fulgurite_core::stop;
 use fulgurite_cpu::pool;
 use fulgurite_cpu::scan::{PackedKeys, Queries};
 use std::sync::Mutex;
@@ -72,12 +73,17 @@ impl Ivf {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn build<'a>(&self, points: Points<'a>) -> Result<IvfIndex<'a>, Error> {
-        let (n, d) = (points.len(), points.dim());
+        let n = points.len();
         if self.lists == 0 || self.lists > n {
             let hint = "not more lists than rows";
             return Err(Error::Count { arg: "lists", got: self.lists, low: 1, high: n, hint });
         }
         checked_tolerance(self.score_tolerance)?;
+        stop::catch_memory(|| self.built(points))?
+    }
+
+    fn built<'a>(&self, points: Points<'a>) -> Result<IvfIndex<'a>, Error> {
+        let (n, d) = (points.len(), points.dim());
         let points = points.with_angles("points", self.metric)?;
         let kmeans =
             KMeans::new(self.lists).metric(self.metric).seed(self.seed).max_steps(self.steps).init(Init::Random);
@@ -88,6 +94,7 @@ impl Ivf {
             let labels = model.labels().to_vec();
             (model, labels)
         } else {
+            stop::ask("a sample of the rows", wanted.saturating_mul(d * size_of::<f32>()));
             // Every n/wanted-th row: a sample that needs no second seed.
             let sample: Vec<f32> = (0..wanted)
                 .flat_map(|i| points.row((i as u128 * n as u128 / wanted as u128) as usize))
@@ -97,6 +104,8 @@ impl Ivf {
             let labels = model.predict(points)?;
             (model, labels)
         };
+        // Rows of the lists, packed and as they are packed.
+        stop::ask("rows of the lists", n.saturating_mul(2 * d * size_of::<f32>() + size_of::<u32>()));
         let search = Search::new(points, self.metric, &self.options, precision(self.score_tolerance));
         let order = sorted(&labels, self.lists);
         let mut lists = Vec::with_capacity(self.lists);
@@ -154,13 +163,13 @@ impl IvfIndex<'_> {
     pub fn search(&self, queries: Points<'_>, k: usize, probes: usize) -> Result<Neighbors, Error> {
         let queries = queries.of_dim("queries", self.points().dim())?.with_angles("queries", self.search.metric)?;
         self.check(k, self.points().len(), probes)?;
-        self.found(queries, k, probes, &|_, _| false)
+        stop::catch_memory(|| self.found(queries, k, probes, &|_, _| false))?
     }
 
     /// The same for each row, which does not find itself.
     pub fn search_self(&self, k: usize, probes: usize) -> Result<Neighbors, Error> {
         self.check(k, self.points().len() - 1, probes)?;
-        self.found(self.points(), k, probes, &|query, row| query == row)
+        stop::catch_memory(|| self.found(self.points(), k, probes, &|query, row| query == row))?
     }
 
     fn check(&self, k: usize, most: usize, probes: usize) -> Result<(), Error> {
@@ -182,6 +191,7 @@ impl IvfIndex<'_> {
         probes: usize,
         skip: &(dyn Fn(u32, u32) -> bool + Sync),
     ) -> Result<Neighbors, Error> {
+        ask_lists(queries.len(), k);
         let (points, d) = (self.points(), queries.dim());
         // One more than is wanted: a row may be in its own list.
         let asked = self.asked(queries, k + 1, probes)?;

@@ -7,6 +7,7 @@
 use crate::kmeans::below;
 use crate::points::{Kept, checked_tolerance, frame_of, precision};
 use crate::{Error, Metric, Options, Points};
+use fulgurite_core::stop;
 use fulgurite_cpu::pool;
 use fulgurite_cpu::scan::{BLOCK, Digits, Fold, Frame, MAX_LANES, PackedKeys, Queries, Scanner, Scores};
 use std::ops::Range;
@@ -85,6 +86,13 @@ impl std::fmt::Debug for NeighborIndex<'_> {
         let mut out = f.debug_struct("NeighborIndex");
         out.field("rows", &self.points().len()).field("metric", &self.first.search.metric).finish_non_exhaustive()
     }
+}
+
+/// Asks for the memory of a list of `k` neighbours for each query, while it is found and as it is returned.
+pub(crate) fn ask_lists(queries: usize, k: usize) {
+    const LIST: usize = 2 * size_of::<Mutex<Vec<(f64, u32)>>>();
+    const NEIGHBOUR: usize = size_of::<(f64, u32)>() + size_of::<u32>() + size_of::<f32>();
+    stop::ask("lists of neighbours", queries.saturating_mul(LIST.saturating_add(k.saturating_mul(NEIGHBOUR))));
 }
 
 /// The common part of all searches.
@@ -276,9 +284,12 @@ impl<'a> NeighborIndex<'a> {
         precision: (Digits, bool),
     ) -> Result<NeighborIndex<'a>, Error> {
         let base = base.with_angles("points", metric)?;
-        let search = Search::new(base, metric, &options, precision);
-        let keys = search.keys(base.data(), base.dim());
-        let first = Packed { search, keys };
+        let pack = || {
+            let search = Search::new(base, metric, &options, precision);
+            let keys = search.keys(base.data(), base.dim());
+            Packed { search, keys }
+        };
+        let first = stop::catch_memory(pack)?;
         Ok(NeighborIndex { base: Kept::borrowed(base), options, first, more: OnceLock::new() })
     }
 
@@ -302,14 +313,16 @@ impl<'a> NeighborIndex<'a> {
         let metric = self.first.search.metric;
         let queries = queries.of_dim("queries", self.points().dim())?.with_angles("queries", metric)?;
         self.check(k, self.points().len())?;
-        Ok(Neighbors::from(self.lists(queries, k, &|_, _| false), k, metric))
+        let found = || Neighbors::from(self.lists(queries, k, &|_, _| false), k, metric);
+        Ok(stop::catch_memory(found)?)
     }
 
     /// The k nearest other rows of each row.
     pub fn search_self(&self, k: usize) -> Result<Neighbors, Error> {
         self.check(k, self.points().len() - 1)?;
         let own = |query: usize, key: u32| query == key as usize;
-        Ok(Neighbors::from(self.lists(self.points(), k, &own), k, self.first.search.metric))
+        let found = || Neighbors::from(self.lists(self.points(), k, &own), k, self.first.search.metric);
+        Ok(stop::catch_memory(found)?)
     }
 
     fn check(&self, k: usize, most: usize) -> Result<(), Error> {
@@ -327,6 +340,7 @@ impl<'a> NeighborIndex<'a> {
         k: usize,
         skip: &(dyn Fn(usize, u32) -> bool + Sync),
     ) -> Vec<Vec<(f64, u32)>> {
+        ask_lists(queries.len(), k);
         let (base, threads, group) = (self.points(), self.scanner().threads(), self.scanner().group());
         let (n, groups) = (base.len(), queries.len().div_ceil(group));
         // Few queries: threads take parts of the keys. What is found does not depend on the cuts.

@@ -1,6 +1,7 @@
 //! Points, proven finite once, and the frame they are moved into for products.
 
 use crate::Error;
+use fulgurite_core::stop;
 use fulgurite_cpu::pool;
 use fulgurite_cpu::scan::{Digits, Frame, Worth};
 use std::borrow::Cow;
@@ -176,6 +177,9 @@ impl<'a> Kept<'a> {
     }
 
     pub fn into_owned(self) -> Kept<'static> {
+        if let Cow::Borrowed(data) = self.data {
+            stop::ask("a copy of the rows", size_of_val(data));
+        }
         Kept { data: Cow::Owned(self.data.into_owned()), n: self.n, d: self.d }
     }
 }

@@ -7,7 +7,7 @@
 
 use crate::kmeans::sorted;
 use crate::{Error, KMeans, Metric, Options, Points, oracle};
-use fulgurite_core::{BlockMask, BlockSpec};
+use fulgurite_core::{BlockMask, BlockSpec, stop};
 use fulgurite_cpu::scan::{Digits, Scanner};
 
 /// Settings of the selection.
@@ -86,7 +86,13 @@ impl KeySelector {
                 hint: "rows and columns of a block",
             });
         }
+        stop::catch_memory(|| self.selected(queries, keys, scale))?
+    }
+
+    fn selected(&self, queries: Points<'_>, keys: Points<'_>, scale: f64) -> Result<Selection, Error> {
         let [rows, cols] = self.block;
+        let blocks = queries.len().div_ceil(rows).saturating_mul(keys.len().div_ceil(cols));
+        stop::ask("shares of all blocks", blocks.saturating_mul(size_of::<f64>() + size_of::<i32>()));
         let (query_order, _) = self.order(queries, rows)?;
         let (key_order, labels) = self.order(keys, cols)?;
         let pieces = pieces(keys, &key_order, &labels, cols);
@@ -123,7 +129,7 @@ impl KeySelector {
         let (rows, d) = (self.block[0], queries.dim());
         let scanner = Scanner::new(&self.options, Digits::All);
         let width = scanner.padded(pieces.len());
-        let mut means = vec![0.0f32; d * width];
+        let mut means: Vec<f32> = stop::zeros("means of clusters", d * width);
         for (p, piece) in pieces.iter().enumerate() {
             piece.mean.iter().enumerate().for_each(|(x, &value)| means[x * width + p] = value);
         }

@@ -9,8 +9,11 @@ use crate::points::Moments;
 use crate::{Error, Options, Points};
 use faer::{Mat, Side};
 use fulgurite_core::random::Rng;
+use fulgurite_core::stop;
+use fulgurite_core::tensor::ask_memory;
 use fulgurite_cpu::pool;
 use fulgurite_cpu::scan::{Digits, Scanner};
+use std::time::Duration;
 
 /// Rows that one sum in f64 takes in; threads share these parts.
 const PART: usize = 8192;
@@ -23,6 +26,11 @@ const PASSES: [usize; 2] = [3, 40];
 /// The randomised form reads the data several times and multiplies with a few columns; the Gram matrix is less work
 /// where the smaller side is not this many times as wide.
 const LESS_WORK: usize = 16;
+
+/// Eigenvalue problems from this size on take longer than a caller who wants an end should wait.
+const APART: usize = 512;
+/// How often a caller who waits for one may ask for an end.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// How the subspace was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,18 +130,42 @@ impl TruncatedSvd {
         if let Some(got) = self.tolerance.filter(|t| t.is_nan() || *t <= 0.0) {
             return Err(Error::Value { arg: "tolerance", got, allowed: "above 0", hint: "leave it out to be exact" });
         }
+        let randomised = self.tolerance.is_some() && LESS_WORK * (self.k + MORE).min(most) < most;
+        if !randomised && most > MAX_SIDE {
+            let hint = "rows or columns; give a tolerance for the randomised form";
+            return Err(Error::Count { arg: "points", got: most, low: 1, high: MAX_SIDE, hint });
+        }
+        stop::catch_memory(|| self.decomposed(points, randomised))?
+    }
+
+    /// Asks for the memory of sums, subspaces and components.
+    fn ask(&self, [n, d]: [usize; 2], randomised: bool, scanner: &Scanner) {
+        const WIDE: usize = size_of::<f64>();
+        let most = n.min(d);
+        let wide = scanner.padded((self.k + MORE).min(most));
+        // Sums of parts and their total, and an eigenvalue problem with its vectors and what it needs besides.
+        let sums = |elems: usize| elems.saturating_mul(WIDE * (1 + parts_at_once(n, scanner)));
+        let square = |n: usize| n.saturating_mul(n);
+        let subspace = match randomised {
+            true => sums(d.saturating_mul(wide)),
+            false => sums(square(scanner.padded(most))).saturating_add(square(most).saturating_mul(4 * WIDE)),
+        };
+        let rows = if randomised || d <= n { 0 } else { n.saturating_mul(d * size_of::<f32>()) };
+        let bases = d.saturating_mul(4 * wide * WIDE);
+        stop::ask("sums of products and their eigenvectors", subspace.saturating_add(rows).saturating_add(bases));
+    }
+
+    fn decomposed(&self, points: Points<'_>, randomised: bool) -> Result<Decomposition, Error> {
+        let (n, d) = (points.len(), points.dim());
+        let most = n.min(d);
         let scanner = Scanner::new(&self.options, Digits::All);
+        self.ask([n, d], randomised, &scanner);
         let mut moments = Moments::new(d);
         moments.add(points, scanner.threads());
         let mean = |sum: &f64| (sum / n as f64) as f32;
         let shift: Vec<f32> = if self.centred { moments.sums.iter().map(mean).collect() } else { Vec::new() };
         let data = Data { points, shift: &shift, scanner, scale: scale_of(&moments) };
         let wide = (self.k + MORE).min(most);
-        let randomised = self.tolerance.is_some() && LESS_WORK * wide < most;
-        if !randomised && most > MAX_SIDE {
-            let hint = "rows or columns; give a tolerance for the randomised form";
-            return Err(Error::Count { arg: "points", got: most, low: 1, high: MAX_SIDE, hint });
-        }
         let (method, basis) = match randomised {
             true => (Method::Randomised, data.sketch([wide, self.k], self.seed, self.tolerance.unwrap_or(1e-4))?),
             false if d <= n => (Method::Gram, data.by_columns(wide)?),
@@ -162,6 +194,11 @@ struct Data<'a> {
     scale: f32,
 }
 
+/// Parts of the rows whose sums are held at a time, so that memory does not grow with the rows.
+fn parts_at_once(n: usize, scanner: &Scanner) -> usize {
+    (2 * scanner.threads()).min(n.div_ceil(PART))
+}
+
 fn scale_of(moments: &Moments) -> f32 {
     let mean = moments.squares.iter().sum::<f64>() / (moments.rows as f64 * moments.squares.len() as f64);
     if mean > 0.0 { (-mean.sqrt().log2().round()).clamp(-120.0, 120.0).exp2() as f32 } else { 1.0 }
@@ -171,7 +208,7 @@ impl Data<'_> {
     /// Rows `first..` with `width` columns, the last of them zero.
     fn rows(&self, first: usize, count: usize, width: usize) -> Vec<f32> {
         let d = self.points.dim();
-        let mut out = vec![0.0f32; count * width];
+        let mut out: Vec<f32> = stop::zeros("rows about their mean", count * width);
         for (i, row) in out.chunks_exact_mut(width).enumerate() {
             let x = self.points.row(first + i);
             match self.shift.is_empty() {
@@ -188,14 +225,13 @@ impl Data<'_> {
     /// Sums over parts of the rows, in the order of the parts, whatever the threads.
     fn sum(&self, len: usize, part: impl Fn(usize, usize, &mut [f64]) + Sync) -> Vec<f64> {
         let n = self.points.len();
-        let mut total = vec![0.0f64; len];
-        let parts = n.div_ceil(PART);
-        // A few parts at a time, so that memory does not grow with the rows.
-        for first in (0..parts).step_by(2 * self.scanner.threads()) {
-            let mut sums: Vec<Vec<f64>> = vec![Vec::new(); (2 * self.scanner.threads()).min(parts - first)];
+        let mut total: Vec<f64> = stop::zeros("sums of products", len);
+        let (parts, at_once) = (n.div_ceil(PART), parts_at_once(n, &self.scanner));
+        for first in (0..parts).step_by(at_once) {
+            let mut sums: Vec<Vec<f64>> = vec![Vec::new(); at_once.min(parts - first)];
             pool::each(self.scanner.threads(), &mut sums, |i, own| {
                 let at = (first + i) * PART;
-                own.resize(len, 0.0);
+                *own = stop::zeros("sums of products", len);
                 part(at, PART.min(n - at), own);
             });
             for own in sums {
@@ -224,10 +260,10 @@ impl Data<'_> {
         let (n, d) = (self.points.len(), self.points.dim());
         let width = self.scanner.padded(n);
         let x = self.rows(0, n, d);
-        let mut gram = vec![0.0f64; width * width];
+        let mut gram: Vec<f64> = stop::zeros("sums of products", width * width);
         for first in (0..d).step_by(512) {
             let count = 512.min(d - first);
-            let mut columns = vec![0.0f32; count * width];
+            let mut columns: Vec<f32> = stop::zeros("columns about their mean", count * width);
             for (j, column) in columns.chunks_exact_mut(width).enumerate() {
                 column[..n].iter_mut().enumerate().for_each(|(i, to)| *to = x[i * d + first + j]);
             }
@@ -235,9 +271,10 @@ impl Data<'_> {
         }
         let (_, vectors) = eigen(&gram, width, n)?;
         // V = X^T U, each column at length 1.
-        let mut basis = vec![0.0f64; d * wide];
+        let mut basis: Vec<f64> = stop::zeros("a subspace", d * wide);
         for (c, u) in vectors.chunks_exact(n).take(wide).enumerate() {
             for (row, &weight) in x.chunks_exact(d).zip(u) {
+                stop::poll();
                 row.iter().enumerate().for_each(|(j, &x)| basis[j * wide + c] += weight * f64::from(x));
             }
         }
@@ -251,8 +288,8 @@ impl Data<'_> {
     fn sketch(&self, [wide, k]: [usize; 2], seed: u64, tolerance: f64) -> Result<Vec<f64>, Error> {
         let d = self.points.dim();
         let width = self.scanner.padded(wide);
-        let mut rng = Rng::new(seed);
-        let mut basis = rng.normals(d * wide, 1.0);
+        stop::ask("a subspace", d * wide * size_of::<f64>());
+        let mut basis = Rng::new(seed).normals(d * wide, 1.0);
         orthonormal(&mut basis, d, wide);
         let mut before = vec![0.0; k];
         for pass in 1..=PASSES[1] {
@@ -264,8 +301,9 @@ impl Data<'_> {
                 }
             });
             // Q^T X^T X Q, whose eigenvalues are the squares of the singular values in this subspace.
-            let mut shown = vec![0.0f64; wide * wide];
+            let mut shown: Vec<f64> = stop::zeros("sums of products", wide * wide);
             for (q, z) in basis.chunks_exact(wide).zip(sums.chunks_exact(width)) {
+                stop::poll();
                 for (i, row) in shown.chunks_exact_mut(wide).enumerate() {
                     row.iter_mut().zip(z).for_each(|(s, z)| *s += q[i] * z);
                 }
@@ -303,6 +341,7 @@ impl Data<'_> {
         let singular: Vec<f64> = values.iter().take(k).map(|x| x.max(0.0).sqrt() / scale).collect();
         let mut components = Vec::with_capacity(k * d);
         for w in vectors.chunks_exact(wide).take(k) {
+            stop::poll();
             let v: Vec<f64> = basis.chunks_exact(wide).map(|row| row.iter().zip(w).map(|(a, b)| a * b).sum()).collect();
             // The largest element is positive: signs are free, and so they are fixed.
             let largest = v.iter().fold(0.0f64, |a, &b| if b.abs() > a.abs() { b } else { a });
@@ -316,12 +355,25 @@ impl Data<'_> {
 /// Eigenvalues of the leading `n` of a symmetric matrix (its lower half is read), the largest first, and their
 /// vectors one behind the other.
 fn eigen(gram: &[f64], stride: usize, n: usize) -> Result<(Vec<f64>, Vec<f64>), Error> {
+    stop::ask("eigenvectors", n * n * 3 * size_of::<f64>());
     let matrix = Mat::<f64>::from_fn(n, n, |i, j| gram[i.max(j) * stride + i.min(j)]);
-    let found = matrix.self_adjoint_eigen(Side::Lower).map_err(|_| Error::Eigen)?;
+    let solve = move || matrix.self_adjoint_eigen(Side::Lower);
+    let found = if n < APART { solve() } else { apart(solve) }.map_err(|_| Error::Eigen)?;
     let (s, u) = (found.S(), found.U());
     let values = (0..n).rev().map(|i| s[i]).collect();
     let vectors = (0..n).rev().flat_map(|c| (0..n).map(move |r| u[(r, c)])).collect();
     Ok((values, vectors))
+}
+
+/// Runs work that never polls on a thread of its own, so that its caller can end early. The thread then goes on until the work is
+/// done, and nobody takes the result.
+fn apart<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let worker = std::thread::spawn(work);
+    while !worker.is_finished() {
+        stop::poll();
+        std::thread::sleep(LOOK);
+    }
+    worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// `[wide][d]` to `[d][wide]`.
@@ -331,7 +383,7 @@ fn turned(rows: &[f64], wide: usize, d: usize) -> Vec<f64> {
 
 /// A basis in f32 with padded rows.
 fn packed(basis: &[f64], d: usize, wide: usize, width: usize) -> Vec<f32> {
-    let mut out = vec![0.0f32; d * width];
+    let mut out: Vec<f32> = stop::zeros("a subspace", d * width);
     for (to, from) in out.chunks_exact_mut(width).zip(basis.chunks_exact(wide)) {
         to.iter_mut().zip(from).for_each(|(to, &x)| *to = x as f32);
     }
@@ -340,8 +392,10 @@ fn packed(basis: &[f64], d: usize, wide: usize, width: usize) -> Vec<f32> {
 
 /// Gram-Schmidt, twice, over columns of `[d][wide]`. A column that is a sum of those before it becomes zero.
 fn orthonormal(basis: &mut [f64], d: usize, wide: usize) {
+    stop::ask("a subspace", d * wide * size_of::<f64>());
     let mut columns: Vec<Vec<f64>> = (0..wide).map(|c| (0..d).map(|j| basis[j * wide + c]).collect()).collect();
     for c in 0..wide {
+        stop::poll();
         let (before, rest) = columns.split_at_mut(c);
         let own = &mut rest[0];
         let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
@@ -388,6 +442,7 @@ impl Decomposition {
         if let Some(mean) = mean {
             Points::named("mean", mean, [1, mean.len()])?.of_dim("mean", d)?;
         }
+        ask_memory("a copy of the components", size_of_val(components.data()))?;
         Ok(Decomposition {
             d,
             singular_values: vec![0.0; components.len()],
@@ -435,28 +490,35 @@ impl Decomposition {
     /// Coordinates of rows along the components, `[rows, components]`.
     pub fn transform(&self, points: Points<'_>) -> Result<Vec<f32>, Error> {
         let points = points.of_dim("points", self.d)?;
+        Ok(stop::catch_memory(|| self.coordinates(points))?)
+    }
+
+    fn coordinates(&self, points: Points<'_>) -> Vec<f32> {
         let (k, width) = (self.singular_values.len(), self.scanner.padded(self.singular_values.len()));
-        let mut b = vec![0.0f32; self.d * width];
+        let mut out: Vec<f32> = stop::zeros("coordinates", points.len().saturating_mul(k));
+        let mut b: Vec<f32> = stop::zeros("components", self.d * width);
         for (c, component) in self.components.chunks_exact(self.d).enumerate() {
             component.iter().enumerate().for_each(|(j, &x)| b[j * width + c] = x);
         }
         let shift = self.mean.as_deref().unwrap_or_default();
         let data = Data { points, shift, scanner: self.scanner, scale: 1.0 };
-        let mut out = vec![0.0f32; points.len() * k];
         pool::each(self.scanner.threads(), out.chunks_mut(512 * k), |part, out| {
             let rows = data.rows(part * 512, out.len() / k, self.d);
             let mut y = vec![0.0f32; 512 * width];
             self.scanner.times(&rows, self.d, &b, width, &mut y);
             out.chunks_exact_mut(k).zip(y.chunks_exact(width)).for_each(|(to, from)| to.copy_from_slice(&from[..k]));
         });
-        Ok(out)
+        out
     }
 
     /// Rows from coordinates, `[rows, columns]`.
     pub fn inverse_transform(&self, coordinates: Points<'_>) -> Result<Vec<f32>, Error> {
         let coordinates = coordinates.of_dim("coordinates", self.singular_values.len())?;
-        let mut out = Vec::with_capacity(coordinates.len() * self.d);
+        let elems = coordinates.len().saturating_mul(self.d);
+        ask_memory("rows of these coordinates", elems.saturating_mul(size_of::<f32>()))?;
+        let mut out = Vec::with_capacity(elems);
         for row in coordinates.data().chunks_exact(coordinates.dim()) {
+            stop::poll();
             let mut x: Vec<f64> = match &self.mean {
                 Some(mean) => mean.iter().map(|&m| f64::from(m)).collect(),
                 None => vec![0.0; self.d],
@@ -467,5 +529,41 @@ impl Decomposition {
             out.extend(x.iter().map(|&x| x as f32));
         }
         Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_core::stop::{Stopped, catch};
+    use std::cell::Cell;
+    use std::time::Instant;
+
+    thread_local! {
+        static WISH: Cell<Option<Instant>> = const { Cell::new(None) };
+    }
+
+    fn is_wished() -> bool {
+        WISH.get().is_some_and(|wish| Instant::now() >= wish)
+    }
+
+    #[test]
+    fn large_eigenvalue_problems_end_within_a_second() {
+        let n = 3000;
+        let gram: Vec<f64> = (0..n * n).map(|i| ((i / n * 31 + i % n * 17) % 101) as f64).collect();
+        let wish = Instant::now() + Duration::from_millis(300);
+        WISH.set(Some(wish));
+        let ended = catch(Some(is_wished), || eigen(&gram, n, n).is_ok());
+        assert_eq!(ended, Err(Stopped::Asked));
+        assert!(wish.elapsed() < Duration::from_secs(1), "{:?}", wish.elapsed());
+    }
+
+    /// A problem that is solved on a thread of its own is the one that is solved here.
+    #[test]
+    fn eigenvalues_do_not_depend_on_the_thread() {
+        let n = APART;
+        let gram: Vec<f64> = (0..n * n).map(|i| if i / n == i % n { (i / n) as f64 } else { 0.0 }).collect();
+        let want: Vec<f64> = (0..n).rev().map(|x| x as f64).collect();
+        assert_eq!(eigen(&gram, n, n).unwrap().0, want);
     }
 }

@@ -3,5 +3,6 @@
 mod density;
 mod kmeans;
 mod knn;
+mod memory;
 mod streams;
 mod svd;

@@ -414,6 +414,14 @@ pub enum DeviceError {
         /// Free bytes.
         free: u64,
     },
+    /// The process cannot have this much memory of the host.
+    #[error("{what} needs {bytes} bytes, more than this process can have; check the sizes, or split the call")]
+    Host {
+        /// Purpose of the memory.
+        what: &'static str,
+        /// Bytes asked for.
+        bytes: u64,
+    },
     /// The memory belongs to another device or was freed.
     #[error(
         "memory at {address:#x} is not this device's or was freed, allowed: buffers of the device that still live; allocate it \

@@ -35,12 +35,17 @@ impl Memory {
         if bytes > free {
             return Err(DeviceError::Memory { asked: bytes, free });
         }
+        let mut contents = Vec::new();
+        let refused =
+            || DeviceError::Host { what: "memory of the simulated GPU", bytes: Shadow::bytes_of(bytes) + bytes };
+        contents.try_reserve_exact(bytes as usize).map_err(|_| refused())?;
+        let shadow = Shadow::try_new(bytes).ok_or_else(refused)?;
+        // A pattern, not zeros: a kernel that relies on zeros is wrong.
+        contents.resize(bytes as usize, 0xa5);
         let address = self.next;
         self.next = (address + bytes + GUARD).next_multiple_of(ALIGN);
         self.used += bytes;
-        // Fill with a pattern, not zeros: a kernel that relies on zeros is wrong.
-        let allocation = Allocation { address, bytes: vec![0xa5; bytes as usize], shadow: Shadow::new(bytes) };
-        self.map.insert(address, allocation);
+        self.map.insert(address, Allocation { address, bytes: contents, shadow });
         Ok(Span::new(address, bytes))
     }
 
@@ -61,5 +66,22 @@ impl Memory {
     /// Starts a new launch: all earlier accesses are ordered before it.
     pub fn forget_accesses(&mut self) {
         self.map.values_mut().for_each(|allocation| allocation.shadow.forget());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// More than the process can have, below the capacity: an error with the bytes, and what was there is still there.
+    #[test]
+    fn memory_that_the_process_cannot_have_is_refused() {
+        let mut memory = Memory::new(u64::MAX);
+        let held = memory.allocate(64).unwrap();
+        let refused = memory.allocate(1 << 60).unwrap_err();
+        let text = refused.to_string();
+        assert!(text.starts_with("memory of the simulated GPU needs 1"), "{text}");
+        assert!(matches!(refused, DeviceError::Host { bytes, .. } if bytes > 1 << 60));
+        assert!(memory.find(held.address(), 64).is_some() && memory.allocate(64).is_ok());
     }
 }

@@ -22,11 +22,12 @@ const TIMED_STEPS: u64 = 8;
 const MATRIX: usize = 64;
 
 impl World<'_> {
-    /// Runs the whole grid.
-    pub fn run(&mut self) {
+    /// Runs the whole grid. `poll` is called each time that another warp or event has its turn.
+    pub fn run(&mut self, poll: fn()) {
         let mut ready: Vec<(usize, usize)> = Vec::new();
         let mut finished_at = self.budget;
         while !self.fatal {
+            poll();
             let room = self.options.resident.max(1) as usize;
             while self.clusters.len() < room && self.admit() {}
             if self.clusters.is_empty() {

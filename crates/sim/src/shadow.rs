@@ -256,8 +256,30 @@ fn cells(start: u64, bytes: u64) -> impl Iterator<Item = (usize, u8)> {
 
 impl Shadow {
     pub fn new(bytes: u64) -> Self {
+        Shadow::try_new(bytes).expect("memory of a CTA, of which there is little")
+    }
+
+    /// `None` if the process cannot have the memory for it.
+    pub fn try_new(bytes: u64) -> Option<Self> {
+        let [cells, count] = Shadow::counts(bytes);
+        let (mut pages, mut written) = (Vec::new(), Vec::new());
+        pages.try_reserve_exact(count).ok()?;
+        written.try_reserve_exact(cells).ok()?;
+        pages.resize_with(count, || None);
+        written.resize(cells, 0);
+        Some(Shadow { pages, written })
+    }
+
+    /// Number of cells and of pages.
+    fn counts(bytes: u64) -> [usize; 2] {
         let cells = bytes.div_ceil(CELL as u64) as usize;
-        Shadow { pages: (0..cells.div_ceil(PAGE)).map(|_| None).collect(), written: vec![0; cells] }
+        [cells, cells.div_ceil(PAGE)]
+    }
+
+    /// Bytes that the shadow of an allocation takes before anything is accessed.
+    pub fn bytes_of(bytes: u64) -> u64 {
+        let [cells, pages] = Shadow::counts(bytes);
+        (cells + pages * size_of::<Option<Box<[Cell; PAGE]>>>()) as u64
     }
 
     /// Forgets all accesses, but keeps which bytes were written.

@@ -48,6 +48,8 @@ struct State {
     cycles: BTreeMap<String, u64>,
     /// The first failure on the stream, until a caller asks for it.
     failed: Option<DeviceError>,
+    /// Called during launches.
+    poll: fn(),
 }
 
 /// A simulated GPU.
@@ -95,7 +97,8 @@ impl Sim {
     /// A simulated GPU whose units have other rates: those of a GPU that does not exist, or of a part of one.
     pub fn with_rates(target: Target, rates: Architecture, options: Options) -> Self {
         let (memory, last) = (Memory::new(CAPACITY), Report::default());
-        let state = State { memory, options, last, counts: BTreeMap::new(), cycles: BTreeMap::new(), failed: None };
+        let (counts, cycles) = (BTreeMap::new(), BTreeMap::new());
+        let state = State { memory, options, last, counts, cycles, failed: None, poll: || {} };
         Sim { state: Arc::new(Mutex::new(state)), target, rates }
     }
 
@@ -107,6 +110,13 @@ impl Sim {
     /// Changes the options of later launches.
     pub fn set_options(&self, options: Options) {
         lock(&self.state).options = options;
+    }
+
+    /// Calls `poll` during later launches, after some hundred instructions of warps each time. A `poll` that unwinds ends the
+    /// launch; outputs hold arbitrary numbers then, and the next launch is not affected.
+    pub fn polling(self, poll: fn()) -> Self {
+        lock(&self.state).poll = poll;
+        self
     }
 
     /// The report of the last launch.
@@ -192,7 +202,7 @@ impl Device for Sim {
             .handle::<Program>()
             .ok_or(DeviceError::Failed { call: "launch", what: "the module was loaded by another device".into() })?;
         let mut guard = lock(&self.state);
-        let State { memory, options, last, counts, cycles, failed } = &mut *guard;
+        let State { memory, options, last, counts, cycles, failed, poll } = &mut *guard;
         for (param, value) in module.kernel().params.iter().zip(args) {
             let span = match value {
                 Value::Pointer(span) => *span,
@@ -207,7 +217,7 @@ impl Device for Sim {
         memory.forget_accesses();
         let options = options.clone();
         let mut world = World::new(program, &options, self.rates, memory, args, grid);
-        world.run();
+        world.run(*poll);
         let names = module.kernel().roles.iter().map(|r| r.name.clone());
         let names: Vec<String> = if module.kernel().roles.is_empty() { vec![String::new()] } else { names.collect() };
         let blocks = grid.iter().map(|&n| u64::from(n)).product();

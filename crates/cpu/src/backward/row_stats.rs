@@ -130,7 +130,7 @@ impl Stats {
 /// d_sink = -sum over rows of exp(sink - LSE) D.
 pub(super) fn sink_gradients(cx: &Context<'_>, stats: &Stats, table: &RowTable) -> Vec<f64> {
     let gradient = |head: usize| {
-        let sink = cx.bound.sink(head).unwrap_or(f64::NEG_INFINITY);
+        let Some(sink) = cx.bound.visible_sink(head) else { return 0.0 };
         let mut sum = 0.0;
         for (i, s) in cx.bound.sequences().iter().enumerate() {
             let at = table.at(cx, i, head, 0);

@@ -10,7 +10,7 @@ use crate::engine::{Engine, Run, Unsupported};
 use crate::{Counters, Error};
 use fulgurite_core::{
     BlockLists, BlockMask, DType, Data, DataMut, GradientOutputs, Inputs, Outputs, Place, Problem, Rescale, Saved,
-    Tensor, TensorView, TensorViewMut,
+    Tensor, TensorView, TensorViewMut, stop,
 };
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
 use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Tables, choose_unit};
@@ -102,7 +102,10 @@ pub(super) struct Copied {
 impl Copied {
     /// Allocates memory for a tensor, with undefined contents.
     pub(super) fn room(device: &(impl Device + ?Sized), dtype: DType, shape: &[usize]) -> Result<Copied, DeviceError> {
-        let bytes = (dtype.size_bytes() * shape.iter().product::<usize>()) as u64;
+        let bytes = dtype.size_bytes() * shape.iter().product::<usize>();
+        // Tensors go there and back through a buffer on the host: nothing is computed that could not be brought back.
+        stop::ask("a copy of a tensor", bytes);
+        let bytes = bytes as u64;
         // A tensor without elements also needs an address.
         let buffer = device.allocate(bytes.max(64))?;
         let memory = DeviceSpan::new(device, buffer.span().first(bytes));
@@ -133,7 +136,7 @@ impl Copied {
         device: &(impl Device + ?Sized),
         to: &mut TensorViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let mut bytes = vec![0; self.memory.span().bytes() as usize];
+        let mut bytes: Vec<u8> = stop::zeros("a copy of a tensor", self.memory.span().bytes() as usize);
         device.download(self.memory.span(), &mut bytes)?;
         unpack(&bytes, to);
         Ok(())
@@ -219,7 +222,7 @@ fn packed_bytes(view: &TensorView<'_>) -> Vec<u8> {
         }
     };
     fn bytes<const N: usize, T: Copy>(all: &[T], count: usize, bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
-        let mut out = vec![0; N * count];
+        let mut out: Vec<u8> = stop::zeros("a copy of a tensor", N * count);
         out.chunks_exact_mut(N).zip(all).for_each(|(to, &x)| to.copy_from_slice(&bytes(x)));
         out
     }
@@ -249,6 +252,8 @@ fn unpack(bytes: &[u8], to: &mut TensorViewMut<'_>) {
     let (shape, strides) = (*to.shape(), *to.strides());
     let mut offsets = Vec::new();
     if !is_packed(&shape, &strides) {
+        stop::ask("offsets of a tensor's elements", shape.count().saturating_mul(size_of::<usize>()));
+        offsets.reserve_exact(shape.count());
         each_offset(&shape, &strides, |offset| offsets.push(offset));
     }
     match to.data_mut() {
@@ -318,6 +323,29 @@ impl<D: Device + ?Sized> Engine for OnDevice<D> {
         outputs: &mut Outputs<'_>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
+        stop::catch_memory(|| self.forward_in_place_or_copied(problem, inputs, outputs, run))?
+    }
+
+    fn backward_into(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        saved: &Saved<'_>,
+        gradients: &mut GradientOutputs<'_>,
+        run: &Run<'_>,
+    ) -> Result<(), Error> {
+        stop::catch_memory(|| self.backward_in_place_or_copied(problem, inputs, saved, gradients, run))?
+    }
+}
+
+impl<D: Device + ?Sized> OnDevice<D> {
+    fn forward_in_place_or_copied(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+        run: &Run<'_>,
+    ) -> Result<(), Error> {
         let (session, options) = (&self.session, self.forward_options(inputs));
         if inputs.q.place() != Place::Host {
             let prepared = session.prepare::<Forward>(problem, &options)?;
@@ -345,7 +373,7 @@ impl<D: Device + ?Sized> Engine for OnDevice<D> {
         Ok(())
     }
 
-    fn backward_into(
+    fn backward_in_place_or_copied(
         &self,
         problem: &Problem,
         inputs: &Inputs<'_>,

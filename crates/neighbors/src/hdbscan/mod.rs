@@ -9,6 +9,7 @@ mod boruvka;
 mod condense;
 
 use crate::{Error, Metric, NeighborIndex, Options, Points};
+use fulgurite_core::stop;
 
 /// An edge of the minimum spanning tree of mutual reachability.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -103,6 +104,14 @@ impl Hdbscan {
                 tree: vec![],
             });
         }
+        stop::catch_memory(|| self.fitted(points))?
+    }
+
+    fn fitted(&self, points: Points<'_>) -> Result<HdbscanModel, Error> {
+        // Numbers of a point in the tree, its merges and clusters.
+        const POINT: usize = 256;
+        let n = points.len();
+        stop::ask("the tree of all points", n.saturating_mul(POINT));
         let neighbour = self.min_samples.unwrap_or(self.min_cluster_size).min(n - 1);
         let index = NeighborIndex::new(points, Metric::Euclidean, self.options)?;
         let lists = index.lists(points, neighbour, &|query, key| query == key as usize);

@@ -2,6 +2,7 @@
 //! same within the error of the first.
 
 use crate::{Metric, Points};
+use fulgurite_core::stop;
 use fulgurite_cpu::pool;
 use fulgurite_cpu::scan::{Best, Fold, Frame, MAX_LANES, PackedKeys, Queries, Scanner, Scores};
 use std::sync::Mutex;
@@ -87,7 +88,7 @@ impl<'a> Assign<'a> {
         labels: &mut [u32],
     ) -> usize {
         let rows: Vec<u32> = doubts.iter().map(|doubt| doubt.row).collect();
-        let mut nearest = vec![0u32; rows.len()];
+        let mut nearest: Vec<u32> = stop::zeros("labels", rows.len());
         let (group, d) = (self.scanner.group(), points.dim());
         pool::each(self.scanner.threads(), nearest.chunks_mut(group), |item, nearest| {
             let (first, count) = (item * group, nearest.len());
@@ -123,7 +124,7 @@ impl<'a> Assign<'a> {
     /// The same, added to the sum of the rows before.
     pub fn inertia_parts(&self, points: Points<'_>, centroids: &[f32], labels: &[u32], total: &mut f64) {
         let d = points.dim();
-        let mut sums = vec![0.0f64; labels.len().div_ceil(SUM)];
+        let mut sums: Vec<f64> = stop::zeros("sums of distances", labels.len().div_ceil(SUM));
         pool::each(self.scanner.threads(), labels.chunks(SUM).zip(&mut sums), |item, (labels, sum)| {
             for (i, &label) in labels.iter().enumerate() {
                 let c = label as usize;
@@ -137,7 +138,7 @@ impl<'a> Assign<'a> {
     pub fn distances(&self, points: Points<'_>, centroids: &[f32]) -> Vec<f32> {
         let d = points.dim();
         let clusters = centroids.len() / d;
-        let mut out = vec![0.0f32; points.len() * clusters];
+        let mut out: Vec<f32> = stop::zeros("distances to all centroids", points.len().saturating_mul(clusters));
         pool::each(self.scanner.threads(), out.chunks_mut(64 * clusters), |item, out| {
             for (i, row) in out.chunks_exact_mut(clusters).enumerate() {
                 let x = points.row(item * 64 + i);

@@ -2,6 +2,7 @@
 
 use crate::{Metric, Points};
 use fulgurite_core::random::Rng;
+use fulgurite_core::stop;
 use fulgurite_cpu::pool;
 use fulgurite_cpu::scan::{Frame, Scanner};
 
@@ -42,8 +43,9 @@ pub(super) fn plus_plus(
 ) -> Vec<f32> {
     let mut rng = Rng::new(seed);
     let scale = f64::from(frame.scale).powi(2);
-    let mut nearest = vec![f64::INFINITY; points.len()];
-    let mut sums = vec![0.0f64; points.len().div_ceil(PART)];
+    let mut nearest: Vec<f64> = stop::zeros("distances to the first centroids", points.len());
+    nearest.fill(f64::INFINITY);
+    let mut sums: Vec<f64> = stop::zeros("distances to the first centroids", points.len().div_ceil(PART));
     let mut chosen = vec![rng.range(0..points.len())];
     let norm = |x: &[f32]| scanner.dot(x, x).sqrt().max(f64::MIN_POSITIVE);
     while chosen.len() < clusters {

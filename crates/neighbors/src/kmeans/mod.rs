@@ -9,6 +9,8 @@ use crate::points::{Moments, checked_tolerance, frame_of, precision};
 use crate::{Error, Metric, Options, Points};
 use assign::Assign;
 pub(crate) use assign::below;
+use fulgurite_core::stop;
+use fulgurite_core::tensor::ask_memory;
 use fulgurite_cpu::scan::{Frame, Scanner};
 pub(crate) use update::{Update, sorted};
 
@@ -166,6 +168,18 @@ impl<'a> KMeans<'a> {
     /// Clusters points and tells how far it is.
     pub fn fit_with(&self, points: Points<'_>, progress: &mut dyn FnMut(Progress)) -> Result<KMeansModel, Error> {
         self.check(points.len(), points.dim())?;
+        stop::catch_memory(|| self.fitted(points, progress))?
+    }
+
+    /// Asks for the memory of labels, of distances to the first centroids, and of centroids, keys and sums.
+    fn ask(&self, n: usize, d: usize) {
+        let (row, cluster) = (size_of::<u32>() + size_of::<f64>(), d * (3 * size_of::<f32>() + size_of::<f64>()));
+        let bytes = n.saturating_mul(row).saturating_add(self.clusters.saturating_mul(cluster));
+        stop::ask("labels, centroids and their sums", bytes);
+    }
+
+    fn fitted(&self, points: Points<'_>, progress: &mut dyn FnMut(Progress)) -> Result<KMeansModel, Error> {
+        self.ask(points.len(), points.dim());
         let points = points.with_angles("points", self.metric)?;
         let scanner = self.scanner();
         let mut moments = Moments::new(points.dim());
@@ -174,7 +188,7 @@ impl<'a> KMeans<'a> {
         let stop = self.stop(&moments);
         let mut centroids = self.first(points, &scanner, &frame);
         let assign = Assign::new(scanner, &frame, self.metric, self.exact());
-        let mut labels = vec![u32::MAX; points.len()];
+        let mut labels = unlabelled(points.len());
         let (mut steps, mut settled) = (0, false);
         while steps < self.max_steps && !settled {
             let changed = assign.labels(points, &assign.keys(&centroids, points.dim()), &centroids, &mut labels);
@@ -210,6 +224,13 @@ impl<'a> KMeans<'a> {
     fn made(&self, frame: Frame) -> Made {
         Made { metric: self.metric, exact: self.exact(), scanner: self.scanner(), frame }
     }
+}
+
+/// Labels of rows that have none yet.
+fn unlabelled(rows: usize) -> Vec<u32> {
+    let mut labels = stop::zeros("labels", rows);
+    labels.fill(u32::MAX);
+    labels
 }
 
 /// The part of a model that later queries need.
@@ -263,6 +284,7 @@ impl KMeansModel {
     /// ```
     pub fn of(centroids: Points<'_>, metric: Metric, options: Options) -> Result<KMeansModel, Error> {
         let d = centroids.dim();
+        ask_memory("a copy of the centroids", size_of_val(centroids.data()))?;
         let made = KMeans::new(centroids.len()).metric(metric).options(options);
         let frame = frame_of(centroids, metric, made.scanner().threads());
         let centroids = centroids.data().to_vec();
@@ -306,8 +328,12 @@ impl KMeansModel {
 
     /// The clusters of other points.
     pub fn predict(&self, points: Points<'_>) -> Result<Vec<u32>, Error> {
+        stop::catch_memory(|| self.labels_of(points))?
+    }
+
+    fn labels_of(&self, points: Points<'_>) -> Result<Vec<u32>, Error> {
         let points = points.of_dim("points", self.d)?.with_angles("points", self.made.metric)?;
-        let mut labels = vec![u32::MAX; points.len()];
+        let mut labels = unlabelled(points.len());
         let assign = self.assign();
         assign.labels(points, &assign.keys(&self.centroids, self.d), &self.centroids, &mut labels);
         Ok(labels)
@@ -316,7 +342,7 @@ impl KMeansModel {
     /// The distance of each point to each centroid, `[points, clusters]`.
     pub fn transform(&self, points: Points<'_>) -> Result<Vec<f32>, Error> {
         let points = points.of_dim("points", self.d)?.with_angles("points", self.made.metric)?;
-        Ok(self.assign().distances(points, &self.centroids))
+        Ok(stop::catch_memory(|| self.assign().distances(points, &self.centroids))?)
     }
 
     /// The labels of a shard of points, and its part of a step: sums, counts and inertia.
@@ -332,7 +358,11 @@ impl KMeansModel {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn assign_and_sum(&self, points: Points<'_>) -> Result<ClusterSums, Error> {
-        let labels = self.predict(points)?;
+        stop::catch_memory(|| self.part_of(points))?
+    }
+
+    fn part_of(&self, points: Points<'_>) -> Result<ClusterSums, Error> {
+        let labels = self.labels_of(points)?;
         let mut update = Update::new(self.clusters(), self.d);
         update.add(&self.made.scanner, points, &labels);
         let (sums, counts) = update.into_parts();
@@ -343,6 +373,6 @@ impl KMeansModel {
     /// [`inertia`](Self::inertia) of other points.
     pub fn inertia_of(&self, points: Points<'_>) -> Result<f64, Error> {
         let labels = self.predict(points)?;
-        Ok(self.assign().inertia(points, &self.centroids, &labels))
+        Ok(stop::catch_memory(|| self.assign().inertia(points, &self.centroids, &labels))?)
     }
 }

@@ -2,10 +2,11 @@
 
 use super::assign::Assign;
 use super::update::{CHUNK, Update, unit};
-use super::{Init, KMeans, KMeansModel, Progress, init};
+use super::{Init, KMeans, KMeansModel, Progress, init, unlabelled};
 use crate::points::{Moments, all_finite};
 use crate::{Error, Metric, Points, RowSource};
 use fulgurite_core::random::Rng;
+use fulgurite_core::stop;
 use std::sync::mpsc;
 
 /// A message between two threads: rows, and the number of the first.
@@ -25,8 +26,18 @@ impl KMeans<'_> {
         memory_bytes: usize,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<KMeansModel, Error> {
-        let [n, d] = source.shape();
         let rows = self.room(source, memory_bytes)?;
+        stop::catch_memory(|| self.fitted_rows(source, rows, progress))?
+    }
+
+    fn fitted_rows(
+        &self,
+        source: &dyn RowSource,
+        rows: usize,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<KMeansModel, Error> {
+        let [n, d] = source.shape();
+        self.ask_parts([n, d], rows);
         let scanner = self.scanner();
         let mut moments = Moments::new(d);
         Parts::new(source, rows).each(|first, points| {
@@ -38,7 +49,7 @@ impl KMeans<'_> {
         let stop = self.stop(&moments);
         let mut centroids = self.first_of(source, 2 * rows)?;
         let assign = Assign::new(scanner, &frame, self.metric, self.exact());
-        let (mut labels, mut parts) = (vec![u32::MAX; n], Parts::new(source, rows));
+        let (mut labels, mut parts) = (unlabelled(n), Parts::new(source, rows));
         let (mut steps, mut settled, mut moved) = (0, false, 0.0);
         while steps < self.max_steps && !settled {
             let keys = assign.keys(&centroids, d);
@@ -75,18 +86,29 @@ impl KMeans<'_> {
         memory_bytes: usize,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<KMeansModel, Error> {
-        let [n, d] = source.shape();
+        let n = source.shape()[0];
         let rows = self.room(source, memory_bytes)?;
-        let mut parts = Parts::new(source, rows);
         if batch == 0 || batch > n {
             return Err(Error::Count { arg: "batch", got: batch, low: 1, high: n, hint: "rows drawn for each step" });
         }
+        stop::catch_memory(|| self.fitted_batches(source, [rows, batch], progress))?
+    }
+
+    fn fitted_batches(
+        &self,
+        source: &dyn RowSource,
+        [rows, batch]: [usize; 2],
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<KMeansModel, Error> {
+        let [n, d] = source.shape();
+        self.ask_parts([n, d], rows);
+        let mut parts = Parts::new(source, rows);
         let scanner = self.scanner();
         let mut moments = Moments::new(d);
         let mut centroids = self.first_of(source, 2 * rows)?;
         let mut seen = vec![0u64; self.clusters];
         let mut rng = Rng::new(self.seed ^ 0x6261_7463_6865_7321);
-        let (mut buffer, mut labels) = (vec![0.0f32; batch * d], vec![u32::MAX; batch]);
+        let (mut buffer, mut labels) = (stop::zeros::<f32>("a batch", batch * d), unlabelled(batch));
         let (mut steps, mut moved) = (0, f64::INFINITY);
         while steps < self.max_steps {
             read_list(source, &drawn(n, batch, rng.bits()), &mut buffer)?;
@@ -113,7 +135,7 @@ impl KMeans<'_> {
             all.frame(self.metric)
         };
         let assign = Assign::new(scanner, &frame, self.metric, self.exact());
-        let (keys, mut inertia, mut labels) = (assign.keys(&centroids, d), 0.0, vec![u32::MAX; n]);
+        let (keys, mut inertia, mut labels) = (assign.keys(&centroids, d), 0.0, unlabelled(n));
         parts.each(|first, points| {
             let own = &mut labels[first..first + points.len()];
             assign.labels(points, &keys, &centroids, own);
@@ -122,6 +144,12 @@ impl KMeans<'_> {
             Ok(())
         })?;
         Ok(KMeansModel { centroids, labels, inertia, steps, d, made: self.made(frame) })
+    }
+
+    /// Asks for the memory of two parts, besides that of the fit.
+    fn ask_parts(&self, [n, d]: [usize; 2], rows: usize) {
+        self.ask(n, d);
+        stop::ask("two parts of the rows", rows.min(n).saturating_mul(2 * d * size_of::<f32>()));
     }
 
     /// Rows of a part, of which two are held.
@@ -145,7 +173,7 @@ impl KMeans<'_> {
     fn first_of(&self, source: &dyn RowSource, room: usize) -> Result<Vec<f32>, Error> {
         let [n, d] = source.shape();
         let read = |list: &[usize]| {
-            let mut rows = vec![0.0f32; list.len() * d];
+            let mut rows: Vec<f32> = stop::zeros("rows for the first centroids", list.len() * d);
             read_list(source, list, &mut rows).map(|()| rows)
         };
         match self.init {

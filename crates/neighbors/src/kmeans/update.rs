@@ -1,6 +1,7 @@
 //! New centroids: points sorted by label, summed in f64 in pieces whose cuts depend on the data alone.
 
 use crate::{Metric, Points};
+use fulgurite_core::stop;
 use fulgurite_cpu::pool;
 use fulgurite_cpu::scan::Scanner;
 
@@ -26,7 +27,8 @@ struct Run {
 
 impl Update {
     pub fn new(clusters: usize, d: usize) -> Update {
-        Update { sums: vec![0.0; clusters * d], counts: vec![0; clusters], d }
+        let what = "sums of clusters";
+        Update { sums: stop::zeros(what, clusters * d), counts: stop::zeros(what, clusters), d }
     }
 
     /// Adds points; but for the last call their number is a multiple of [`CHUNK`].
@@ -99,12 +101,12 @@ pub(crate) fn unit(row: &mut [f32]) {
 
 /// Rows by label, and by number within a label.
 pub(crate) fn sorted(labels: &[u32], clusters: usize) -> Vec<u32> {
-    let mut starts = vec![0usize; clusters + 1];
+    let mut starts: Vec<usize> = stop::zeros("rows by cluster", clusters + 1);
     labels.iter().for_each(|&label| starts[label as usize + 1] += 1);
     for c in 0..clusters {
         starts[c + 1] += starts[c];
     }
-    let mut order = vec![0u32; labels.len()];
+    let mut order: Vec<u32> = stop::zeros("rows by cluster", labels.len());
     for (row, &label) in labels.iter().enumerate() {
         order[starts[label as usize]] = row as u32;
         starts[label as usize] += 1;

@@ -1,4 +1,4 @@
-//! The gradients of sinks: d_sink = - sum over the rows of a head of e^(sink - LSE) delta.
+//! The gradients of sinks: d_sink = - sum over the rows of a head of e^(sink - LSE) delta. That of a sink of -inf is 0.
 //!
 //! One CTA has a head and adds in a fixed order, so every run gives the same bits.
 
@@ -53,7 +53,8 @@ pub(crate) fn program(target: Target) -> Result<Program<SinksCall>, BuildError> 
             w.sync();
             w.when(w.thread().eq(0), |w| {
                 let total = (1..WARPS).fold(partial.load(w, 0), |sum, i| sum + partial.load(w, i));
-                d_sinks.store(w, head, -total);
+                // A sink of -inf is hidden: rows of NaN have no term in its gradient.
+                d_sinks.store(w, head, sink.eq(f32::NEG_INFINITY).select::<f32>(0.0, -total));
             });
         });
     })

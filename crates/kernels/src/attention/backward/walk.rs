@@ -2,6 +2,7 @@
 //! results.
 
 use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
+use crate::attention::backward::modifiers::ModifierParams;
 use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{END, FIRST, Of, Work};
 use crate::parts::exp::{Element, exp2};
@@ -178,7 +179,26 @@ pub(crate) fn probabilities<'k>(
     shift: Numbers<'k>,
     after: impl Fn(u32),
 ) {
-    probabilities_of(main.exp, main.scale_log2, s, |eight| shift.pair(w, eight), after);
+    let hidden = HiddenElements::of(main.modifiers.as_ref());
+    probabilities_of((main.exp, hidden), main.scale_log2, s, |eight| shift.pair(w, eight), after);
+}
+
+/// What p is where an element is hidden and its row holds NaN: of a row whose LSE is NaN, or of a query past the last one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HiddenElements {
+    /// NaN. It reaches nothing but sums that the last kernel computes again.
+    Any,
+    /// 0, at three instructions an element. Nothing computes gradients of auxiliary tensors again.
+    Zero,
+}
+
+impl HiddenElements {
+    pub fn of(modifiers: Option<&ModifierParams<'_>>) -> HiddenElements {
+        match modifiers.is_some_and(ModifierParams::has_gradients) {
+            true => HiddenElements::Zero,
+            false => HiddenElements::Any,
+        }
+    }
 }
 
 /// Elements of eight columns that a thread has in a row, and in all its rows.
@@ -190,7 +210,7 @@ const fn of_eight<'k, A: RowView<'k>>() -> [usize; 2] {
 /// Replaces the scores in `s` by p. `shift` gives -LSE in powers of two of the thread's columns of each eight; `after` is
 /// called after each eight columns.
 pub(crate) fn probabilities_of<'k, A: RowView<'k>, N: AsRef<[Val<'k, f32>]>>(
-    exp: Exp,
+    (exp, hidden): (Exp, HiddenElements),
     scale_log2: Val<'k, f32>,
     s: &A,
     shift: impl Fn(u32) -> N,
@@ -201,8 +221,11 @@ pub(crate) fn probabilities_of<'k, A: RowView<'k>, N: AsRef<[Val<'k, f32>]>>(
         let shift = shift(eight);
         for i in 0..each {
             let number = each * eight as usize + i;
-            let exponent = elements[number].mul_add(scale_log2, shift.as_ref()[i % run]);
-            s.set(number, exp2(exp, Element { number, count: elements.len() }, exponent));
+            let (x, shift) = (elements[number], shift.as_ref()[i % run]);
+            let p = exp2(exp, Element { number, count: elements.len() }, x.mul_add(scale_log2, shift));
+            // The smaller one of a number and NaN is the number.
+            let hides = || x.min(shift).eq(f32::NEG_INFINITY);
+            s.set(number, if hidden == HiddenElements::Zero { hides().select::<f32>(0.0, p) } else { p });
         }
         after(eight);
     }

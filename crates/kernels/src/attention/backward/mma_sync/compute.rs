@@ -10,7 +10,7 @@ use crate::attention::backward::mma_sync::stages::{StepOperand, SyncStages, When
 use crate::attention::backward::modifiers::ModifierRole;
 use crate::attention::backward::state::Call;
 use crate::attention::backward::tiles::{Of, Work};
-use crate::attention::backward::walk::{probabilities_of, score_gradients_of};
+use crate::attention::backward::walk::{HiddenElements, probabilities_of, score_gradients_of};
 use crate::attention::backward::{Features, KernelShape};
 use crate::params::Params;
 use crate::parts::mask::{Block, Limits};
@@ -234,7 +234,8 @@ where
         let slopes = modifiers.map(|modifiers| modifiers.apply(w, s, first, modifiers.block_kind(w, first)));
         // Limits of single rows take no registers outside of blocks that need a mask.
         self.limits.apply_set(w, s, &Block { first, full: None }, |w| self.set_limits(w));
-        probabilities_of(*exp, params.scale_log2, s, |eight| shift[eight as usize], |_| {});
+        let hidden = HiddenElements::of(params.modifiers.as_ref());
+        probabilities_of((*exp, hidden), params.scale_log2, s, |eight| shift[eight as usize], |_| {});
         s.write_with::<T>(w, p.cols(*own, half), |_, x| x);
 
         let delta = self.numbers(w, params.delta);

@@ -87,6 +87,11 @@ impl<'k> ModifierParams<'k> {
         Some(ModifierParams { modifiers: modifiers.clone(), parameters, sums, q_len })
     }
 
+    /// Whether there are gradients of auxiliary tensors.
+    pub fn has_gradients(&self) -> bool {
+        !self.sums.is_empty()
+    }
+
     /// The modifiers in a compute role, on the accumulators of any tensor unit.
     pub fn in_role<A: RowView<'k>>(&self, w: &Scope<'k, Group>, scale: Val<'k, f32>) -> ModifierRole<'_, 'k, A> {
         let ModifierGradients { modifiers, derivative, aux, .. } = &self.modifiers;

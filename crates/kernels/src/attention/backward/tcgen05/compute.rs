@@ -12,7 +12,7 @@ use crate::attention::backward::modifiers::ModifierRole;
 use crate::attention::backward::tcgen05::config::ROWS;
 use crate::attention::backward::tcgen05::construction::{HALF, Stages, TensorBackward, halved, only};
 use crate::attention::backward::tiles::{Of, Work};
-use crate::attention::backward::walk::{gradients_of, probabilities_of};
+use crate::attention::backward::walk::{HiddenElements, gradients_of, probabilities_of};
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{
     Fragment, Group, Half, Numbers, Pair, RowAcc, RowView, Scope, TensorRing, TensorTile, Tile, Val, Word,
@@ -126,7 +126,8 @@ where
         self.limits.apply_set(w, &s, &block, |w| self.set_limits(w));
         stages.shift.wait(w);
         let shift = self.own_numbers(stages.shift.row_numbers(w));
-        probabilities_of(*exp, params.scale_log2, &s, |eight| shift.eight(w, eight), |eight| pack(&p, &s, eight));
+        let exp = (*exp, HiddenElements::Any);
+        probabilities_of(exp, params.scale_log2, &s, |eight| shift.eight(w, eight), |eight| pack(&p, &s, eight));
         stages.shift.done(w);
         w.store_tensor_fragment(halved::<T>(tile), &p);
         scores.publish(w, only(), 0);
@@ -159,6 +160,7 @@ where
         stages.shift.wait(w);
         stages.delta.wait(w);
         let [shift, delta] = [&stages.shift, &stages.delta].map(|of| self.own_numbers(of.row_numbers(w)));
+        let exp = (*exp, HiddenElements::of(params.modifiers.as_ref()));
         // Not unrolled: the assembler would compute the addresses of all parts first, and keep them.
         w.each(0u32, HALF / MODIFIED, 1u32, |w, part| {
             let (s, d_p) = (w.row_accumulators(MODIFIED), w.row_accumulators(MODIFIED));
@@ -170,7 +172,7 @@ where
             let slopes = modifiers.apply(w, &s, first, modifiers.block_kind(w, first));
             self.limits.apply_set(w, &s, &Block { first, full: None }, |w| self.set_limits(w));
             let (p, d_z) = (w.row_fragment::<T>(MODIFIED), w.row_fragment::<T>(MODIFIED));
-            probabilities_of(*exp, params.scale_log2, &s, |eight| shift.eight(w, eight), |eight| pack(&p, &s, eight));
+            probabilities_of(exp, params.scale_log2, &s, |eight| shift.eight(w, eight), |eight| pack(&p, &s, eight));
             let [p_tile, d_z_tile] = [s_tile, d_p_tile].map(|tile| halved::<T>(tile).part(0, MODIFIED).nth(part));
             w.store_tensor_fragment(p_tile, &p);
             let delta = |eight| delta.eight(w, eight);
