@@ -11,7 +11,7 @@
 //! dAb = G dAg                   dL = -strictly lower(A^T (dAb diag(beta)) A^T)    B = diag(beta) dL: dK += (B + B^T) K
 //! ```
 
-use super::chunk::{CHUNK, ChunkData, Gates, Need, Part, Shared, clear_above, product, product_transposed};
+use super::chunk::{CHUNK, ChunkData, Gates, Lower, Need, Shared, clear_above, product, product_transposed};
 use super::partial::{self, Partial};
 use super::{Context, PACE, ValueHead};
 use crate::memory::{Arena, SharedRows, with_workspace};
@@ -213,8 +213,8 @@ impl KeyHead<'_, '_> {
     }
 }
 
-/// Prefetches the rows that a chunk of a value head writes, and those that the next one reads: a value head, and a chunk
-/// if there is one.
+/// Prefetches the rows that the next chunk reads, of a value head at a chunk if there is one, then those that this one
+/// writes: there is room for four kinds of rows.
 fn ask(
     cx: &Context<'_>,
     saved: &DeltaSaved<'_>,
@@ -225,16 +225,18 @@ fn ask(
     ahead: &mut Ahead,
 ) {
     let s = at.sequence;
+    if let Some(chunk) = chunk {
+        let next = chunk * CHUNK;
+        let rows = cx.bound.row_layout(saved.d_o.strides(), s);
+        let start = rows.at(next, head) + cx.column;
+        ahead.push_rows(&saved.d_o.data(), start, rows.row, cx.vd, CHUNK.min(s.len - next));
+        cx.prefetch(ahead, &ValueHead { head, ..*at }, next, Need::Outputs, next < first);
+    }
     let (d_v, strides) = &out.d_v;
     if !d_v.is_large() {
         let rows = cx.bound.row_layout(strides, s);
         d_v.prefetch(ahead, rows.at(first, at.head) + cx.column, rows.row, cx.vd, CHUNK.min(s.len - first));
     }
-    let Some(chunk) = chunk else { return };
-    let next = chunk * CHUNK;
-    cx.prefetch(ahead, &ValueHead { head, ..*at }, next, Need::Outputs, next < first);
-    let rows = cx.bound.row_layout(saved.d_o.strides(), s);
-    ahead.push_rows(&saved.d_o.data(), rows.at(next, head) + cx.column, rows.row, cx.vd, CHUNK.min(s.len - next));
 }
 
 /// Goes through a key head, or its columns of values. What belongs to these columns is stored, the rest returned.
@@ -363,17 +365,17 @@ impl Chunk<'_> {
         let d_o = Matrix::new(workspace.d_o, vs);
         let values = [vp, CHUNK];
         let pg = Matrix::new(workspace.pg, CHUNK);
-        product_transposed(cx, workspace.d_vn, [pg, d_o], values, Part::LowerLeft, Sum::Onto, ahead);
+        product_transposed(cx, workspace.d_vn, [pg, d_o], values, Lower::Left, Sum::Onto, ahead);
         let d_vn = Matrix::new(workspace.d_vn, vs);
 
         // dAg = dV' W^T, dW = Ag^T dV' = dV
         cx.kernels.transpose(work.w, vs, workspace.turned, CHUNK, CHUNK, vp);
         let turned = Matrix::new(workspace.turned, CHUNK);
         let squares = [CHUNK, CHUNK, cx.vd];
-        product(cx, workspace.d_ag, [d_vn, turned], squares, Part::LowerResult, Sum::Fresh, ahead);
+        product(cx, workspace.d_ag, [d_vn, turned], squares, Lower::Result, Sum::Fresh, ahead);
         clear_above(workspace.d_ag);
         let ag = Matrix::new(work.ag, CHUNK);
-        product_transposed(cx, workspace.d_w, [ag, d_vn], values, Part::LowerLeft, Sum::Fresh, ahead);
+        product_transposed(cx, workspace.d_w, [ag, d_vn], values, Lower::Left, Sum::Fresh, ahead);
     }
 
     fn store_values(&self, workspace: &Workspace<'_>, out: &Out<'_>) {
@@ -463,14 +465,14 @@ impl Chunk<'_> {
         cx.kernels.transpose(work.vn, cx.vs, workspace.turned, CHUNK, CHUNK, cx.vp);
         let (d_o, turned) = (Matrix::new(workspace.d_o, cx.vs), Matrix::new(workspace.turned, CHUNK));
         let squares = [CHUNK, CHUNK, cx.vd];
-        product(cx, workspace.square, [d_o, turned], squares, Part::LowerResult, Sum::Fresh, ahead);
+        product(cx, workspace.square, [d_o, turned], squares, Lower::Result, Sum::Fresh, ahead);
         clear_above(workspace.square);
         gate_sums(workspace.square, workspace.pg, &mut sums.d_g);
         cx.kernels.stage(Stage::Weigh { out: workspace.other, x: workspace.square, g: work.g, factor: &scales });
         let (k, q, d_p) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp), Matrix::new(workspace.other, CHUNK));
         let by_tokens = [CHUNK, kp, CHUNK];
-        product(cx, workspace.d_q, [d_p, k], by_tokens, Part::LowerLeft, Sum::Onto, ahead);
-        product_transposed(cx, workspace.d_k, [d_p, q], [kp, CHUNK], Part::LowerLeft, Sum::Onto, ahead);
+        product(cx, workspace.d_q, [d_p, k], by_tokens, Lower::Left, Sum::Onto, ahead);
+        product_transposed(cx, workspace.d_k, [d_p, q], [kp, CHUNK], Lower::Left, Sum::Onto, ahead);
     }
 
     /// dAb = G dAg; its part of the gates, of beta, and of L.
@@ -486,9 +488,9 @@ impl Chunk<'_> {
         cx.kernels.stage(Stage::Weigh { out: workspace.other, x: workspace.d_ag, g: work.g, factor: &gates.beta });
         cx.kernels.transpose(work.a, CHUNK, workspace.square, CHUNK, CHUNK, CHUNK);
         let (other, a_turned) = (Matrix::new(workspace.other, CHUNK), Matrix::new(workspace.square, CHUNK));
-        product(cx, workspace.d_ag, [other, a_turned], [CHUNK; 3], Part::LowerLeft, Sum::Fresh, ahead);
+        product(cx, workspace.d_ag, [other, a_turned], [CHUNK; 3], Lower::Left, Sum::Fresh, ahead);
         let (a, inner) = (Matrix::new(work.a, CHUNK), Matrix::new(workspace.d_ag, CHUNK));
-        product_transposed(cx, workspace.other, [a, inner], [CHUNK; 2], Part::LowerBoth, Sum::Fresh, ahead);
+        product_transposed(cx, workspace.other, [a, inner], [CHUNK; 2], Lower::Both, Sum::Fresh, ahead);
         for (i, row) in workspace.other.chunks_exact_mut(CHUNK).enumerate() {
             row[i..].fill(0.0);
             let kk = &keys.kk[i * CHUNK..i * CHUNK + i];
@@ -497,8 +499,8 @@ impl Chunk<'_> {
         }
         let (k, b) = (Matrix::new(keys.k, cx.kp), Matrix::new(workspace.other, CHUNK));
         let by_tokens = [CHUNK, cx.kp, CHUNK];
-        product(cx, workspace.d_k, [b, k], by_tokens, Part::LowerLeft, Sum::Onto, ahead);
-        product_transposed(cx, workspace.d_k, [b, k], [cx.kp, CHUNK], Part::LowerLeft, Sum::Onto, ahead);
+        product(cx, workspace.d_k, [b, k], by_tokens, Lower::Left, Sum::Onto, ahead);
+        product_transposed(cx, workspace.d_k, [b, k], [cx.kp, CHUNK], Lower::Left, Sum::Onto, ahead);
     }
 }
 

@@ -168,7 +168,8 @@ impl<'a> Context<'a> {
         prefetch(self.bound.v(), at.head, self.column, self.vd);
     }
 
-    /// Loads rows of v or d_o of a value head as f32 `[row][width]`, padded with zeros.
+    /// Loads rows of v or d_o of a value head as f32 `[row][width]`; rows past the tokens are zero. Columns past the
+    /// values stay as they are.
     fn load_values(
         &self,
         data: &TensorView<'_>,
@@ -179,11 +180,11 @@ impl<'a> Context<'a> {
         width: usize,
     ) {
         for (i, row) in to.chunks_exact_mut(width).enumerate() {
-            let n = if first + i < at.sequence.len { self.vd } else { 0 };
-            if n > 0 {
-                self.kernels.widen(&data.data(), rows.at(first + i, at.head) + self.column, &mut row[..n]);
+            if first + i < at.sequence.len {
+                self.kernels.widen(&data.data(), rows.at(first + i, at.head) + self.column, &mut row[..self.vd]);
+            } else {
+                row.fill(0.0);
             }
-            row[n..].fill(0.0);
         }
     }
 }

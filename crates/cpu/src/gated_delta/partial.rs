@@ -12,24 +12,33 @@ use crate::memory::{Arena, with_workspace};
 use crate::simd::Stage;
 use fulgurite_core::gated_delta::{QkNorm, Tokens};
 use fulgurite_core::stop;
+use std::ops::Range;
 
-/// Columns of values that go together where they are split.
+/// Columns of values that go together at least, but for the last.
 const COLUMNS: usize = 64;
 
-/// Number of parts of each key head of a sequence.
+/// Number of parts of each key head of a sequence. Each part repeats what does not depend on values, an eighth of the
+/// work at 128 columns, so there are no more of them than make work for [`FEW_HEADS`] threads.
 pub(super) fn parts(cx: &Context<'_>, s: &Tokens) -> usize {
-    let few = cx.problem.value_heads() <= FEW_HEADS && s.len.div_ceil(CHUNK) >= LEAST;
-    if few { cx.vd.div_ceil(COLUMNS) } else { 1 }
+    if s.len.div_ceil(CHUNK) >= LEAST { number(cx.vd, cx.problem.heads()) } else { 1 }
+}
+
+fn number(vd: usize, key_heads: usize) -> usize {
+    vd.div_ceil(COLUMNS).min(FEW_HEADS / key_heads).max(1)
+}
+
+/// The columns of part `i` of `n`. No part is empty: they are at most 64 wide where there are as many parts as that
+/// allows, and there are few where they are wider.
+fn columns(vd: usize, i: usize, n: usize) -> Range<usize> {
+    let width = if n == 1 { vd } else { vd.div_ceil(n).next_multiple_of(16) };
+    i * width..((i + 1) * width).min(vd)
 }
 
 /// The context of part `i` of `n`.
 pub(super) fn part<'a>(cx: &Context<'a>, i: usize, n: usize) -> Context<'a> {
-    if n == 1 {
-        return Context { ..*cx };
-    }
-    let vd = COLUMNS.min(cx.vd - i * COLUMNS);
-    let vp = vd.next_multiple_of(cx.kernels.lanes);
-    Context { column: i * COLUMNS, vd, vp, vs: stride(vp, cx.kernels.lanes), ..*cx }
+    let own = columns(cx.vd, i, n);
+    let vp = own.len().next_multiple_of(cx.kernels.lanes);
+    Context { column: own.start, vd: own.len(), vp, vs: stride(vp, cx.kernels.lanes), ..*cx }
 }
 
 /// Sums in f32 `[token][kp]`, and those of gates `[value head][token]` in f64.
@@ -94,6 +103,25 @@ impl Partial {
                     unsafe { to.store(cx.kernels, rows.at(t, key_head * group + head), &[value as f32]) };
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_cover_every_column_once() {
+        for (vd, heads) in (1..=512).flat_map(|vd| (1..20).map(move |heads| (vd, heads))) {
+            let n = number(vd, heads);
+            assert!(n == 1 || n * heads <= FEW_HEADS, "{vd} columns, {heads} heads: {n} parts");
+            let mut end = 0;
+            for own in (0..n).map(|i| columns(vd, i, n)) {
+                assert!(own.start == end && !own.is_empty(), "{vd} columns, {n} parts: {own:?}");
+                end = own.end;
+            }
+            assert_eq!(end, vd);
         }
     }
 }
