@@ -65,11 +65,15 @@ fn random_problems_agree_with_the_oracle() {
 }
 
 fn one_head(len: usize, decay: f64, dtype: DType) -> DeltaCase {
+    one_wide_head(len, decay, dtype, 32)
+}
+
+fn one_wide_head(len: usize, decay: f64, dtype: DType, values: usize) -> DeltaCase {
     let sizes = DeltaSizes {
         lengths: vec![len],
         packed: false,
         heads: [1, 2],
-        dims: [32, 32],
+        dims: [32, values],
         decay,
         norm: QkNorm::Inside,
         initial: true,
@@ -110,7 +114,9 @@ fn segments_agree_with_the_whole() {
 #[test]
 fn bits_do_not_depend_on_threads() {
     let bits = |t: &Tensor| t.view().to_f64().into_iter().map(f64::to_bits).collect::<Vec<_>>();
-    for case in [one_head(2000, 1.0, DType::F32), one_head(1500, 0.0, DType::Bf16), DeltaCase::random(4, DType::F32)] {
+    let wide = one_wide_head(1100, 0.5, DType::F32, 150);
+    let small = [one_head(2000, 1.0, DType::F32), one_head(1500, 0.0, DType::Bf16), DeltaCase::random(4, DType::F32)];
+    for case in small.into_iter().chain([wide]) {
         let run = |threads| {
             let options = Options { threads: Some(threads), ..Options::default() };
             let (out, _) = case.forward(DeltaForm::Chunked, DeltaSegments::Auto, &options);
@@ -119,6 +125,31 @@ fn bits_do_not_depend_on_threads() {
         };
         let one = run(1);
         assert!([2, 3, 5].into_iter().all(|threads| run(threads) == one));
+    }
+}
+
+/// Few heads and wide values: gradients are split by columns. One sequence is too short for that.
+#[test]
+fn gradients_by_columns_agree_with_the_oracle() {
+    for (n, dtype) in DType::FLOATS.into_iter().enumerate() {
+        for isa in Isa::available() {
+            let sizes = DeltaSizes {
+                lengths: vec![1030, 70, 0],
+                packed: true,
+                heads: [1, 3 - n],
+                dims: [[9, 40, 20][n], [65, 128, 130][n]],
+                decay: 0.3,
+                norm: QkNorm::Inside,
+                initial: true,
+            };
+            let case = DeltaCase::new(&mut Rng::new(n as u64), dtype, &sizes);
+            let inputs = case.inputs();
+            let bound = inputs.bind(&case.problem).unwrap();
+            let gradients = case.backward(&Options { isa: Some(isa), ..Options::default() });
+            for (name, verdict) in check_backward(&bound, &case.saved(), &gradients, 1) {
+                assert!(verdict.ok(), "{dtype} {isa:?} {name}: {verdict}");
+            }
+        }
     }
 }
 

@@ -71,6 +71,41 @@ pub fn alone(threads: usize) -> Vec<Line> {
     vec![one(DType::F32), one(DType::Bf16)]
 }
 
+/// Gradients beside forward: many heads, and one.
+pub fn backward(threads: usize) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for dtype in [DType::F32, DType::Bf16] {
+        for (len, heads) in [(4096, [16, 32]), (3001, [8, 8]), (16384, [1, 1])] {
+            let case = Case::new(len, heads, dtype, 0.1);
+            let inputs = case.inputs();
+            let bound = inputs.bind(&case.problem).expect("tensors that fit");
+            let options = Options { threads: Some(threads), ..Options::default() };
+            let mut out = DeltaForward::zeros(&case.problem).expect("outputs");
+            let mut gradients = DeltaGradients::zeros(&case.problem).expect("gradients");
+            let saved = DeltaSaved { d_o: case.d_o.view(), d_final_state: None };
+            let segments = DeltaSegments::Auto;
+            let [forward, backward] = race(
+                5,
+                [
+                    &mut || {
+                        gated_delta_forward(&bound, &mut out.outputs(), DeltaForm::Chunked, segments, &options);
+                    },
+                    &mut || gated_delta_backward(&bound, &saved, &mut gradients.outputs(), &options),
+                ],
+            );
+            lines.push(Line(
+                format!("gated delta rule, {dtype}, {len} tokens, {} value heads over {}, d 128", heads[1], heads[0]),
+                vec![
+                    ("forward_seconds".into(), forward),
+                    ("backward_seconds".into(), backward),
+                    ("backward_over_forward".into(), backward / forward),
+                ],
+            ));
+        }
+    }
+    lines
+}
+
 pub fn measure(threads: usize) -> Vec<Line> {
     let mut lines = Vec::new();
     let whole = DeltaSegments::Whole;

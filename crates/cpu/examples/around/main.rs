@@ -1,6 +1,6 @@
 //! The systems around attention beside what they are compared with, alternating in one run; prints JSON.
 //!
-//! `around [gated-delta|window|skip|proxy|exp|lighthouse|parallax|window-alone|gated-delta-alone]... [--threads N]`
+//! `around [gated-delta|gated-delta-backward|window|skip|proxy|exp|lighthouse|parallax|window-alone|gated-delta-alone]... [--threads N]`
 
 mod attention;
 mod exponentials;
@@ -44,12 +44,13 @@ fn main() {
         threads = args.get(at + 1).and_then(|n| n.parse().ok()).expect("--threads N");
         args.drain(at..at + 2);
     }
-    let all = ["gated-delta", "window", "skip", "proxy", "exp", "parallax", "lighthouse"];
+    let all = ["gated-delta", "gated-delta-backward", "window", "skip", "proxy", "exp", "parallax", "lighthouse"];
     let chosen: Vec<&str> = if args.is_empty() { all.to_vec() } else { args.iter().map(String::as_str).collect() };
     let mut lines = Vec::new();
     for part in chosen {
         lines.extend(match part {
             "gated-delta" => gated_delta::measure(threads),
+            "gated-delta-backward" => gated_delta::backward(threads),
             "gated-delta-alone" => gated_delta::alone(threads),
             "window" => attention::window(threads),
             "window-alone" => attention::window_alone(threads),

@@ -1,6 +1,6 @@
 //! Backward of the chunked form, on vectors in f32.
 //!
-//! An item owns a key head of a sequence. It processes its value heads one after the other: forward once, to find the
+//! An item owns a key head of a sequence. It processes its value heads two at a time: forward once, to find the
 //! state before every chunk (memory proportional to the sequence), then backward. Letters as in [`super::chunk`]; dS is
 //! the gradient of the state after the chunk, Pg = scale G (Q K^T). X is kept in `scaled`, and scale e dO overwrites dW.
 //!
@@ -11,15 +11,20 @@
 //! dAb = G dAg                   dL = -strictly lower(A^T (dAb diag(beta)) A^T)    B = diag(beta) dL: dK += (B + B^T) K
 //! ```
 
-use super::chunk::{CHUNK, ChunkData, Gates, Need, Shared};
+use super::chunk::{CHUNK, ChunkData, Gates, Lower, Need, Shared, clear_above, product, product_transposed};
+use super::partial::{self, Partial};
 use super::{Context, PACE, ValueHead};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, Matrix, MatrixMut, Stage, Sum};
-use fulgurite_core::gated_delta::{DeltaGradientOutputs, DeltaSaved, QkNorm, Tokens};
-use fulgurite_core::stop;
+use fulgurite_core::gated_delta::{DeltaGradientOutputs, DeltaSaved, Tokens};
+use fulgurite_core::{stop, sums};
+use std::ops::Range;
+use std::sync::Mutex;
 
 const SQUARE: usize = CHUNK * CHUNK;
+/// Value heads that go through the chunks together: they share the products of keys and queries.
+const TOGETHER: usize = 2;
 /// Largest key dimension for which dS goes back token by token.
 const FEW: usize = 8;
 
@@ -47,21 +52,44 @@ pub(super) fn run(cx: &Context<'_>, saved: &DeltaSaved<'_>, gradients: &mut Delt
         d_state: (SharedRows::new(&mut gradients.d_initial_state), &state_strides),
     };
     let given = DeltaSaved { d_o, d_final_state: saved.d_final_state };
-    let heads = cx.problem.heads();
-    pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
-        item(cx, &cx.bound.sequences()[i / heads], i % heads, &given, &out);
+    let (sequences, heads) = (cx.bound.sequences(), cx.problem.heads());
+    let mut items = Vec::new();
+    for (sequence, key_head) in (0..sequences.len()).flat_map(|s| (0..heads).map(move |h| (s, h))) {
+        let parts = partial::parts(cx, &sequences[sequence]);
+        items.extend((0..parts).map(|part| (sequence, key_head, part, parts)));
+    }
+    let partials: Vec<Mutex<Option<Partial>>> = items.iter().map(|_| Mutex::new(None)).collect();
+    let slot = |i: usize| partials[i].lock().unwrap_or_else(|e| e.into_inner());
+    pool::run(threads, items.len(), &|i| {
+        let (sequence, key_head, part, parts) = items[i];
+        let s = &sequences[sequence];
+        let partial = item(&partial::part(cx, part, parts), s, key_head, &given, &out);
+        match parts {
+            1 => partial.store(cx, s, key_head, &out),
+            _ => *slot(i) = Some(partial),
+        }
+        cx.kernels.fence();
+    });
+    let firsts: Vec<usize> = (0..items.len()).filter(|&i| items[i].2 == 0 && items[i].3 > 1).collect();
+    pool::run(threads, firsts.len(), &|i| {
+        let (sequence, key_head, _, parts) = items[firsts[i]];
+        let mut all =
+            (firsts[i]..firsts[i] + parts).map(|i| slot(i).take().expect("bug in fulgurite: a part is missing"));
+        let mut sum = all.next().expect("bug in fulgurite: a key head without parts");
+        all.for_each(|partial| sum.add(&partial));
+        sum.store(cx, &sequences[sequence], key_head, &out);
         cx.kernels.fence();
     });
 }
 
-type To<'a> = (SharedRows<'a>, &'a [usize]);
+pub(super) type To<'a> = (SharedRows<'a>, &'a [usize]);
 
-struct Out<'a> {
-    d_q: To<'a>,
-    d_k: To<'a>,
+pub(super) struct Out<'a> {
+    pub d_q: To<'a>,
+    pub d_k: To<'a>,
     d_v: To<'a>,
-    d_g: To<'a>,
-    d_beta: To<'a>,
+    pub d_g: To<'a>,
+    pub d_beta: To<'a>,
     d_state: To<'a>,
 }
 
@@ -97,77 +125,149 @@ impl<'w> Workspace<'w> {
     }
 }
 
-fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, out: &Out<'_>) {
-    let chunks = s.len.div_ceil(CHUNK);
-    let (size, rows) = (cx.state_len(), chunks * CHUNK * cx.kp);
-    let mut states: Vec<f32> = stop::zeros("states of chunks", chunks * size);
-    // Sums over the value heads that share the key head.
-    let [mut d_q, mut d_k] = [(); 2].map(|_| -> Vec<f32> { stop::zeros("gradients in f32", rows) });
-    let workspace_elems: usize = Workspace::sizes(cx).into_iter().map(Arena::room).sum();
-    let room = Shared::room(cx) + ChunkData::room(cx, cx.vp) + 2 * Arena::room(size) + workspace_elems;
-    let mut inverse_norms: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
-    let mut normal: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
-    with_workspace(room, |workspace| {
-        let mut arena = Arena::new(workspace);
-        let mut shared = Shared::new(cx, &mut arena);
-        let mut work = ChunkData::new(cx, &mut arena, cx.vp);
-        let mut workspace = Workspace::new(cx, &mut arena);
-        let [state, d_state] = [size; 2].map(|n| arena.take(n));
-        let group = cx.problem.group();
-        for head in key_head * group..(key_head + 1) * group {
-            let at = ValueHead { sequence: s, head };
+/// A key head of a sequence, on the way through its value heads.
+struct KeyHead<'a, 'w> {
+    cx: &'a Context<'a>,
+    sequence: &'a Tokens,
+    key_head: usize,
+    shared: Shared<'w>,
+    work: ChunkData<'w>,
+    workspace: Workspace<'w>,
+    /// For each of the value heads that go together, a state, or its gradient.
+    states: Vec<&'w mut [f32]>,
+}
+
+impl KeyHead<'_, '_> {
+    /// Goes forward through the chunks with some value heads, and keeps the state before each: `[chunk][head]`.
+    fn forward(&mut self, heads: &Range<usize>, kept: &mut [f32]) {
+        let KeyHead { cx, sequence: s, key_head, shared, work, states, .. } = self;
+        for (state, head) in states.iter_mut().zip(heads.clone()) {
             cx.load_state(s.number, head, cx.bound.initial_state(), state, cx.vs);
-            for (chunk, kept) in states.chunks_exact_mut(size).enumerate() {
-                stop::poll();
-                kept.copy_from_slice(state);
-                work.ahead = Ahead::paced(PACE);
-                cx.prefetch(&mut work.ahead, &at, (chunk + 1) * CHUNK, Need::State, true);
-                shared.load(cx, s, key_head, chunk * CHUNK, Need::State, &mut work.ahead);
-                work.chunk(cx, &shared, &at, chunk * CHUNK, state, Need::State);
-            }
-            cx.load_state(s.number, head, saved.d_final_state.as_ref(), d_state, cx.vs);
-            for chunk in (0..chunks).rev() {
-                stop::poll();
-                let first = chunk * CHUNK;
-                shared.load(cx, s, key_head, first, Need::Outputs, &mut work.ahead);
-                let kept = &mut states[chunk * size..(chunk + 1) * size];
-                let states = States { before: kept, gradient: d_state };
-                HeadPass { cx, at: &at, saved, out }.back(&shared, &mut work, first, states, &mut workspace);
-                let own = first * cx.kp..(first + CHUNK) * cx.kp;
-                d_q[own.clone()].iter_mut().zip(&*workspace.d_q).for_each(|(sum, x)| *sum += x);
-                d_k[own].iter_mut().zip(&*workspace.d_k).for_each(|(sum, x)| *sum += x);
-            }
-            for i in 0..cx.kd {
-                let (to, strides) = &out.d_state;
-                let offset = s.number * strides[0] + head * strides[1] + i * strides[2];
-                // SAFETY: each state belongs to one value head, and that to this item.
-                unsafe { to.store(cx.kernels, offset, &d_state[i * cx.vs..i * cx.vs + cx.vd]) };
-            }
         }
-        if cx.problem.qk_norm() == QkNorm::Inside {
-            for chunk in 0..chunks {
-                shared.load(cx, s, key_head, chunk * CHUNK, Need::Outputs, &mut work.ahead);
-                for (i, rows) in [&*shared.q, &*shared.k].into_iter().enumerate() {
-                    normal[i].extend_from_slice(rows);
-                    inverse_norms[i].extend(&shared.inverse_norms[i]);
+        let size = cx.state_len();
+        let last = s.len.div_ceil(CHUNK).saturating_sub(1);
+        for (chunk, kept) in kept.chunks_exact_mut(heads.len() * size).enumerate() {
+            stop::poll();
+            for (i, head) in heads.clone().enumerate() {
+                kept[i * size..(i + 1) * size].copy_from_slice(states[i]);
+                if chunk == last {
+                    continue;
                 }
+                let at = ValueHead { sequence: s, head };
+                work.ahead = Ahead::paced(PACE);
+                let next = if i + 1 < heads.len() { (head + 1, chunk) } else { (heads.start, chunk + 1) };
+                let new = next.1 > chunk;
+                cx.prefetch(&mut work.ahead, &ValueHead { head: next.0, ..at }, next.1 * CHUNK, Need::State, new);
+                if i == 0 {
+                    shared.load(cx, s, *key_head, chunk * CHUNK, Need::State, &mut work.ahead);
+                }
+                work.chunk(cx, shared, &at, chunk * CHUNK, states[i], Need::State);
             }
-        }
-    });
-    for (i, (d, (to, strides))) in [(&mut d_q, &out.d_q), (&mut d_k, &out.d_k)].into_iter().enumerate() {
-        let rows = cx.bound.row_layout(strides, s);
-        for (t, d) in d.chunks_exact_mut(cx.kp).take(s.len).enumerate() {
-            if let Some(&inverse) = inverse_norms[i].get(t) {
-                // y = x / |x|: dx = (dy - y (y . dy)) / |x|
-                let y = &normal[i][t * cx.kp..(t + 1) * cx.kp];
-                let mut along = [0.0];
-                cx.kernels.stage(Stage::RowDots { out: &mut along, x: y, y: d, width: cx.kp });
-                d.iter_mut().zip(y).for_each(|(d, y)| *d = inverse * (*d - y * along[0]));
-            }
-            // SAFETY: each token of a key head belongs to this item.
-            unsafe { to.store(cx.kernels, rows.at(t, key_head), &d[..cx.kd]) };
         }
     }
+
+    /// Goes back through the chunks with the states of [`forward`](Self::forward), and adds to the gradients of q, k and the gates.
+    fn backward(
+        &mut self,
+        heads: &Range<usize>,
+        kept: &mut [f32],
+        sums: &mut Partial,
+        saved: &DeltaSaved<'_>,
+        out: &Out<'_>,
+    ) {
+        let KeyHead { cx, sequence: s, key_head, shared, work, workspace, states } = self;
+        for (state, head) in states.iter_mut().zip(heads.clone()) {
+            cx.load_state(s.number, head, saved.d_final_state.as_ref(), state, cx.vs);
+        }
+        let size = cx.state_len();
+        for (chunk, kept) in kept.chunks_exact_mut(heads.len() * size).enumerate().rev() {
+            stop::poll();
+            let first = chunk * CHUNK;
+            for (i, head) in heads.clone().enumerate() {
+                let at = ValueHead { sequence: s, head };
+                work.ahead = Ahead::paced(PACE);
+                let last = i + 1 == heads.len();
+                let next = if last { (heads.start, chunk.checked_sub(1)) } else { (head + 1, Some(chunk)) };
+                ask(cx, saved, out, &at, first, next, &mut work.ahead);
+                if i == 0 {
+                    shared.load(cx, s, *key_head, first, Need::Outputs, &mut work.ahead);
+                }
+                let states = States { before: &mut kept[i * size..(i + 1) * size], gradient: states[i] };
+                let gates = HeadPass { cx, at: &at, saved, out }.back(shared, work, first, states, workspace);
+                let own = first * cx.kp..(first + CHUNK) * cx.kp;
+                sums.d_q[own.clone()].iter_mut().zip(&*workspace.d_q).for_each(|(sum, x)| *sum += x);
+                sums.d_k[own].iter_mut().zip(&*workspace.d_k).for_each(|(sum, x)| *sum += x);
+                let tokens = (head - *key_head * cx.problem.group()) * s.len.next_multiple_of(CHUNK) + first;
+                sums.d_g[tokens..tokens + CHUNK].copy_from_slice(&gates.0);
+                sums.d_beta[tokens..tokens + CHUNK].copy_from_slice(&gates.1);
+            }
+        }
+        for (state, head) in states.iter().zip(heads.clone()) {
+            for i in 0..cx.kd {
+                let (to, strides) = &out.d_state;
+                let offset = s.number * strides[0] + head * strides[1] + i * strides[2] + cx.column;
+                // SAFETY: each column of a state belongs to one item.
+                unsafe { to.store(cx.kernels, offset, &state[i * cx.vs..i * cx.vs + cx.vd]) };
+            }
+        }
+    }
+}
+
+/// Prefetches the rows that the next chunk reads, of a value head at a chunk if there is one, then those that this one
+/// writes: there is room for four kinds of rows.
+fn ask(
+    cx: &Context<'_>,
+    saved: &DeltaSaved<'_>,
+    out: &Out<'_>,
+    at: &ValueHead<'_>,
+    first: usize,
+    (head, chunk): (usize, Option<usize>),
+    ahead: &mut Ahead,
+) {
+    let s = at.sequence;
+    if let Some(chunk) = chunk {
+        let next = chunk * CHUNK;
+        let rows = cx.bound.row_layout(saved.d_o.strides(), s);
+        let start = rows.at(next, head) + cx.column;
+        ahead.push_rows(&saved.d_o.data(), start, rows.row, cx.vd, CHUNK.min(s.len - next));
+        cx.prefetch(ahead, &ValueHead { head, ..*at }, next, Need::Outputs, next < first);
+    }
+    let (d_v, strides) = &out.d_v;
+    if !d_v.is_large() {
+        let rows = cx.bound.row_layout(strides, s);
+        d_v.prefetch(ahead, rows.at(first, at.head) + cx.column, rows.row, cx.vd, CHUNK.min(s.len - first));
+    }
+}
+
+/// Goes through a key head, or its columns of values. What belongs to these columns is stored, the rest returned.
+fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, out: &Out<'_>) -> Partial {
+    let (chunks, group) = (s.len.div_ceil(CHUNK), cx.problem.group());
+    let (size, together) = (cx.state_len(), group.min(TOGETHER));
+    let mut kept: Vec<f32> = stop::zeros("states of chunks", chunks * size * together);
+    let mut sums = Partial::new(cx, s);
+    let workspace_elems: usize = Workspace::sizes(cx).into_iter().map(Arena::room).sum();
+    let states = together * Arena::room(size);
+    let room = Shared::room(cx) + ChunkData::room(cx, cx.vp) + states + workspace_elems;
+    with_workspace(room, |workspace| {
+        let mut arena = Arena::new(workspace);
+        let mut own = KeyHead {
+            cx,
+            sequence: s,
+            key_head,
+            shared: Shared::new(cx, &mut arena),
+            work: ChunkData::new(cx, &mut arena, cx.vp),
+            workspace: Workspace::new(cx, &mut arena),
+            states: (0..together).map(|_| arena.take(size)).collect(),
+        };
+        let end = (key_head + 1) * group;
+        for first in (key_head * group..end).step_by(together) {
+            let heads = first..(first + together).min(end);
+            let kept = &mut kept[..chunks * heads.len() * size];
+            own.forward(&heads, kept);
+            own.backward(&heads, kept, &mut sums, saved, out);
+        }
+    });
+    sums
 }
 
 /// A chunk of a value head, with the matrices of its forward pass.
@@ -204,8 +304,8 @@ struct States<'a> {
 }
 
 impl HeadPass<'_> {
-    /// Processes one chunk backward: writes the gradients of its values and gates, leaves those of keys and queries in
-    /// `workspace`, and turns the gradient of the state after it into that of the state before it.
+    /// Processes one chunk backward: writes the gradients of its values, returns those of g and beta, leaves those of
+    /// keys and queries in `workspace`, and turns the gradient of the state after it into that of the state before it.
     fn back(
         &self,
         keys: &Shared<'_>,
@@ -213,16 +313,17 @@ impl HeadPass<'_> {
         first: usize,
         states: States<'_>,
         workspace: &mut Workspace<'_>,
-    ) {
+    ) -> ([f64; CHUNK], [f64; CHUNK]) {
         let HeadPass { cx, at, saved, out } = *self;
         let States { before: state, gradient: d_state } = states;
         let gates = Gates::new(cx, at, first);
         work.corrections(cx, keys, at, &gates, first, state);
         let do_rows = cx.bound.row_layout(saved.d_o.strides(), at.sequence);
         cx.load_values(&saved.d_o, &do_rows, at, first, workspace.d_o, cx.vs);
+        let mut ahead = std::mem::take(&mut work.ahead);
         let chunk = Chunk { cx, keys, work, gates: &gates, at, first };
         let mut sums = GateSums { d_g: [0.0; CHUNK], d_beta: [0.0; CHUNK], d_last: 0.0 };
-        let ahead = &mut Ahead::default();
+        let ahead = &mut ahead;
         // The order matters: `state` overwrites dW, which the steps before it read, and `inverse` overwrites dAg.
         chunk.values(d_state, workspace, ahead);
         chunk.store_values(workspace, out);
@@ -230,7 +331,7 @@ impl HeadPass<'_> {
         chunk.state(state, d_state, workspace, &mut sums, ahead);
         chunk.weights(workspace, &mut sums, ahead);
         chunk.inverse(workspace, &mut sums, ahead);
-        chunk.store_gates(sums, out);
+        sums.of_gates()
     }
 }
 
@@ -262,26 +363,29 @@ impl Chunk<'_> {
             width: vs,
         });
         let d_o = Matrix::new(workspace.d_o, vs);
-        let values = [CHUNK, vp, CHUNK];
-        let to = MatrixMut::at(workspace.d_vn, vs, 0, 0);
-        cx.kernels.gemm_transposed(to, Matrix::new(workspace.pg, CHUNK), d_o, values, Sum::Onto, ahead);
+        let values = [vp, CHUNK];
+        let pg = Matrix::new(workspace.pg, CHUNK);
+        product_transposed(cx, workspace.d_vn, [pg, d_o], values, Lower::Left, Sum::Onto, ahead);
         let d_vn = Matrix::new(workspace.d_vn, vs);
 
         // dAg = dV' W^T, dW = Ag^T dV' = dV
         cx.kernels.transpose(work.w, vs, workspace.turned, CHUNK, CHUNK, vp);
         let turned = Matrix::new(workspace.turned, CHUNK);
         let squares = [CHUNK, CHUNK, cx.vd];
-        cx.kernels.gemm(MatrixMut::at(workspace.d_ag, CHUNK, 0, 0), d_vn, turned, squares, Sum::Fresh, ahead);
+        product(cx, workspace.d_ag, [d_vn, turned], squares, Lower::Result, Sum::Fresh, ahead);
+        clear_above(workspace.d_ag);
         let ag = Matrix::new(work.ag, CHUNK);
-        cx.kernels.gemm_transposed(MatrixMut::at(workspace.d_w, vs, 0, 0), ag, d_vn, values, Sum::Fresh, ahead);
+        product_transposed(cx, workspace.d_w, [ag, d_vn], values, Lower::Left, Sum::Fresh, ahead);
     }
 
     fn store_values(&self, workspace: &Workspace<'_>, out: &Out<'_>) {
         let (to, strides) = &out.d_v;
         let rows = self.cx.bound.row_layout(strides, self.at.sequence);
         for (i, row) in workspace.d_w.chunks_exact(self.cx.vs).take(self.tokens()).enumerate() {
-            // SAFETY: each token of a value head belongs to one item.
-            unsafe { to.store(self.cx.kernels, rows.at(self.first + i, self.at.head), &row[..self.cx.vd]) };
+            // SAFETY: each token and column of a value head belongs to one item.
+            unsafe {
+                to.store(self.cx.kernels, rows.at(self.first + i, self.at.head) + self.cx.column, &row[..self.cx.vd])
+            };
         }
     }
 
@@ -361,13 +465,14 @@ impl Chunk<'_> {
         cx.kernels.transpose(work.vn, cx.vs, workspace.turned, CHUNK, CHUNK, cx.vp);
         let (d_o, turned) = (Matrix::new(workspace.d_o, cx.vs), Matrix::new(workspace.turned, CHUNK));
         let squares = [CHUNK, CHUNK, cx.vd];
-        cx.kernels.gemm(MatrixMut::at(workspace.square, CHUNK, 0, 0), d_o, turned, squares, Sum::Fresh, ahead);
+        product(cx, workspace.square, [d_o, turned], squares, Lower::Result, Sum::Fresh, ahead);
+        clear_above(workspace.square);
         gate_sums(workspace.square, workspace.pg, &mut sums.d_g);
         cx.kernels.stage(Stage::Weigh { out: workspace.other, x: workspace.square, g: work.g, factor: &scales });
         let (k, q, d_p) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp), Matrix::new(workspace.other, CHUNK));
         let by_tokens = [CHUNK, kp, CHUNK];
-        cx.kernels.gemm(MatrixMut::at(workspace.d_q, kp, 0, 0), d_p, k, by_tokens, Sum::Onto, ahead);
-        cx.kernels.gemm_transposed(MatrixMut::at(workspace.d_k, kp, 0, 0), d_p, q, by_tokens, Sum::Onto, ahead);
+        product(cx, workspace.d_q, [d_p, k], by_tokens, Lower::Left, Sum::Onto, ahead);
+        product_transposed(cx, workspace.d_k, [d_p, q], [kp, CHUNK], Lower::Left, Sum::Onto, ahead);
     }
 
     /// dAb = G dAg; its part of the gates, of beta, and of L.
@@ -383,10 +488,9 @@ impl Chunk<'_> {
         cx.kernels.stage(Stage::Weigh { out: workspace.other, x: workspace.d_ag, g: work.g, factor: &gates.beta });
         cx.kernels.transpose(work.a, CHUNK, workspace.square, CHUNK, CHUNK, CHUNK);
         let (other, a_turned) = (Matrix::new(workspace.other, CHUNK), Matrix::new(workspace.square, CHUNK));
-        let all = [CHUNK; 3];
-        cx.kernels.gemm(MatrixMut::at(workspace.d_ag, CHUNK, 0, 0), other, a_turned, all, Sum::Fresh, ahead);
+        product(cx, workspace.d_ag, [other, a_turned], [CHUNK; 3], Lower::Left, Sum::Fresh, ahead);
         let (a, inner) = (Matrix::new(work.a, CHUNK), Matrix::new(workspace.d_ag, CHUNK));
-        cx.kernels.gemm_transposed(MatrixMut::at(workspace.other, CHUNK, 0, 0), a, inner, all, Sum::Fresh, ahead);
+        product_transposed(cx, workspace.other, [a, inner], [CHUNK; 2], Lower::Both, Sum::Fresh, ahead);
         for (i, row) in workspace.other.chunks_exact_mut(CHUNK).enumerate() {
             row[i..].fill(0.0);
             let kk = &keys.kk[i * CHUNK..i * CHUNK + i];
@@ -395,12 +499,15 @@ impl Chunk<'_> {
         }
         let (k, b) = (Matrix::new(keys.k, cx.kp), Matrix::new(workspace.other, CHUNK));
         let by_tokens = [CHUNK, cx.kp, CHUNK];
-        cx.kernels.gemm(MatrixMut::at(workspace.d_k, cx.kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
-        cx.kernels.gemm_transposed(MatrixMut::at(workspace.d_k, cx.kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
+        product(cx, workspace.d_k, [b, k], by_tokens, Lower::Left, Sum::Onto, ahead);
+        product_transposed(cx, workspace.d_k, [b, k], [cx.kp, CHUNK], Lower::Left, Sum::Onto, ahead);
     }
+}
 
-    fn store_gates(&self, sums: GateSums, out: &Out<'_>) {
-        let GateSums { mut d_g, d_beta, d_last } = sums;
+impl GateSums {
+    /// The gradients of g and beta.
+    fn of_gates(self) -> ([f64; CHUNK], [f64; CHUNK]) {
+        let GateSums { mut d_g, d_beta, d_last } = self;
         // Gates were summed from the start of the chunk, so their gradients are summed from its end.
         d_g[CHUNK - 1] += d_last;
         let mut sum = 0.0;
@@ -408,34 +515,23 @@ impl Chunk<'_> {
             sum += *d;
             *d = sum;
         }
-        let d_g = d_g.map(|d| d as f32);
-        for (values, (to, strides)) in [(&d_g, &out.d_g), (&d_beta, &out.d_beta)] {
-            let rows = self.cx.bound.row_layout(&[strides, &[0][..]].concat(), self.at.sequence);
-            for (i, value) in values.iter().take(self.tokens()).enumerate() {
-                // SAFETY: each gate belongs to one value head, and that to this item.
-                unsafe { to.store(self.cx.kernels, rows.at(self.first + i, self.at.head), &[*value]) };
-            }
-        }
+        (d_g, d_beta.map(f64::from))
     }
 }
 
 /// Adds x . y of each token. d_g is a sum of large terms that nearly cancel, so f32 dot products are too inaccurate.
 fn add_dots(d_g: &mut [f64; CHUNK], x: &[f32], y: &[f32], width: usize) {
     for ((d, x), y) in d_g.iter_mut().zip(x.chunks_exact(width)).zip(y.chunks_exact(width)) {
-        *d += x.iter().zip(y).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
+        *d += sums::dot(x, y);
     }
 }
 
 /// The contribution of weights x = G y to the sums of gates: row sums of d x minus column sums.
 fn gate_sums(d: &[f32], x: &[f32], d_g: &mut [f64; CHUNK]) {
     for (i, (d, x)) in d.chunks_exact(CHUNK).zip(x.chunks_exact(CHUNK)).enumerate() {
-        let mut row = 0.0;
-        for (j, (d, x)) in d.iter().zip(x).enumerate().take(i + 1) {
-            let product = f64::from(*d) * f64::from(*x);
-            row += product;
-            d_g[j] -= product;
-        }
-        d_g[i] += row;
+        let (d, x) = (&d[..=i], &x[..=i]);
+        d_g.iter_mut().zip(d).zip(x).for_each(|((sum, d), x)| *sum -= f64::from(*d) * f64::from(*x));
+        d_g[i] += sums::dot(d, x);
     }
 }
 

@@ -58,30 +58,57 @@ impl Gates {
     }
 }
 
-/// Structure of a product.
+/// What of a product is a lower triangle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+pub(super) enum Lower {
     /// Only the lower triangle of the result is needed; elements above it are arbitrary.
-    LowerResult,
+    Result,
     /// The left operand is a lower triangle.
-    LowerLeft,
+    Left,
+    /// Both.
+    Both,
 }
 
-/// C (+)= A B of a lower triangle, A m x k and B k x n.
-fn product(
+/// C (+)= A B of a lower triangle, A m x k and B k x n; rows of C and B are as far apart.
+pub(super) fn product(
     cx: &Context<'_>,
     c: &mut [f32],
     [a, b]: [Matrix<'_>; 2],
     [m, n, k]: [usize; 3],
-    part: Part,
+    lower: Lower,
     sum: Sum,
     ahead: &mut Ahead,
 ) {
     for row in (0..m).step_by(STEP) {
         let rows = STEP.min(m - row);
-        let n = if part == Part::LowerResult { (row + rows).min(n) } else { n };
-        let k = if part == Part::LowerLeft { (row + rows).min(k) } else { k };
+        let n = if lower == Lower::Left { n } else { (row + rows).min(n) };
+        let k = if lower == Lower::Result { k } else { (row + rows).min(k) };
         cx.kernels.gemm(MatrixMut::at(c, b.stride, row, 0), a.at(row, 0), b, [rows, n, k], sum, ahead);
+    }
+}
+
+/// C (+)= A^T B of a lower triangle A, k x k, and B k x n; rows of C and B are as far apart.
+pub(super) fn product_transposed(
+    cx: &Context<'_>,
+    c: &mut [f32],
+    [a, b]: [Matrix<'_>; 2],
+    [n, k]: [usize; 2],
+    lower: Lower,
+    sum: Sum,
+    ahead: &mut Ahead,
+) {
+    for row in (0..k).step_by(STEP) {
+        let rows = STEP.min(k - row);
+        let n = if lower == Lower::Left { n } else { (row + rows).min(n) };
+        let to = MatrixMut::at(c, b.stride, row, 0);
+        cx.kernels.gemm_transposed(to, a.at(row, row), b.at(row, 0), [rows, n, k - row], sum, ahead);
+    }
+}
+
+/// Clears what [`Lower::Result`] leaves of a square.
+pub(super) fn clear_above(square: &mut [f32]) {
+    for (i, row) in square.chunks_exact_mut(CHUNK).enumerate() {
+        row[((i / STEP + 1) * STEP).min(CHUNK)..].fill(0.0);
     }
 }
 
@@ -118,10 +145,10 @@ impl<'w> Shared<'w> {
         cx.kernels.transpose(self.k, cx.kp, self.kt, CHUNK, CHUNK, cx.kp);
         let size = [CHUNK, CHUNK, cx.kd];
         let operands = |left| [Matrix::new(left, cx.kp), Matrix::new(self.kt, CHUNK)];
-        product(cx, self.kk, operands(self.k), size, Part::LowerResult, Sum::Fresh, ahead);
+        product(cx, self.kk, operands(self.k), size, Lower::Result, Sum::Fresh, ahead);
         if need == Need::Outputs {
             self.inverse_norms[0] = cx.load_keys(cx.bound.q(), s, key_head, first, self.q);
-            product(cx, self.qk, operands(self.q), size, Part::LowerResult, Sum::Fresh, ahead);
+            product(cx, self.qk, operands(self.q), size, Lower::Result, Sum::Fresh, ahead);
         }
     }
 }
@@ -187,7 +214,7 @@ impl<'w> ChunkData<'w> {
             let scales = [scale; CHUNK];
             cx.kernels.stage(Stage::Weigh { out: self.ag, x: keys.qk, g: self.g, factor: &scales });
             let operands = [Matrix::new(self.ag, CHUNK), Matrix::new(self.vn, stride)];
-            product(cx, self.u, operands, size, Part::LowerLeft, Sum::Onto, &mut self.ahead);
+            product(cx, self.u, operands, size, Lower::Left, Sum::Onto, &mut self.ahead);
             std::mem::swap(&mut self.o, &mut self.u);
         }
         // S' = e_last S + K^T (t V')
@@ -221,7 +248,7 @@ impl<'w> ChunkData<'w> {
         cx.kernels.stage(Stage::Residual { out: self.w, x: self.v, y: self.u, factor, width: self.stride });
         let operands = [Matrix::new(self.ag, CHUNK), Matrix::new(self.w, self.stride)];
         let size = [CHUNK, self.width, CHUNK];
-        product(cx, self.vn, operands, size, Part::LowerLeft, Sum::Fresh, &mut self.ahead);
+        product(cx, self.vn, operands, size, Lower::Left, Sum::Fresh, &mut self.ahead);
     }
 
     /// A = (1 + strictly lower (beta K K^T))^-1: squares on the diagonal by substitution, then row by row of squares

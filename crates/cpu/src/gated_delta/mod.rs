@@ -6,6 +6,7 @@
 
 mod backward;
 mod chunk;
+mod partial;
 mod pass;
 mod recurrent;
 mod segments;
@@ -69,6 +70,8 @@ pub(crate) struct Context<'a> {
     /// The matrix unit, if there is one.
     pub matrix: Option<&'static MatrixKernels>,
     pub kd: usize,
+    /// First column of values, and their number: all of them but where gradients are split by columns.
+    pub column: usize,
     pub vd: usize,
     /// Key dimension rounded up to whole vectors.
     pub kp: usize,
@@ -92,6 +95,7 @@ impl<'a> Context<'a> {
             kernels,
             matrix: kernels.matrix,
             kd,
+            column: 0,
             vd,
             kp: kd.next_multiple_of(kernels.lanes),
             vp: vd.next_multiple_of(kernels.lanes),
@@ -117,7 +121,7 @@ impl<'a> Context<'a> {
             for i in 0..self.kd {
                 let at = sequence * strides[0] + head * strides[1] + i * strides[2];
                 for j in 0..self.vd {
-                    to[i * width + j] = view.at(at + j * strides[3]) as f32;
+                    to[i * width + j] = view.at(at + (self.column + j) * strides[3]) as f32;
                 }
             }
         }
@@ -150,21 +154,22 @@ impl<'a> Context<'a> {
             return;
         }
         let n = CHUNK.min(at.sequence.len - first);
-        let mut prefetch = |view: &TensorView<'_>, head: usize, width: usize| {
+        let mut prefetch = |view: &TensorView<'_>, head: usize, column: usize, width: usize| {
             let rows = self.bound.row_layout(view.strides(), at.sequence);
-            ahead.push_rows(&view.data(), rows.at(first, head), rows.row, width, n);
+            ahead.push_rows(&view.data(), rows.at(first, head) + column, rows.row, width, n);
         };
         let key_head = at.head / self.problem.group();
         if keys {
-            prefetch(self.bound.k(), key_head, self.kd);
+            prefetch(self.bound.k(), key_head, 0, self.kd);
         }
         if keys && need == chunk::Need::Outputs {
-            prefetch(self.bound.q(), key_head, self.kd);
+            prefetch(self.bound.q(), key_head, 0, self.kd);
         }
-        prefetch(self.bound.v(), at.head, self.vd);
+        prefetch(self.bound.v(), at.head, self.column, self.vd);
     }
 
-    /// Loads rows of v or d_o of a value head as f32 `[row][width]`, padded with zeros.
+    /// Loads rows of v or d_o of a value head as f32 `[row][width]`; rows past the tokens are zero. Columns past the
+    /// values stay as they are.
     fn load_values(
         &self,
         data: &TensorView<'_>,
@@ -175,11 +180,11 @@ impl<'a> Context<'a> {
         width: usize,
     ) {
         for (i, row) in to.chunks_exact_mut(width).enumerate() {
-            let n = if first + i < at.sequence.len { self.vd } else { 0 };
-            if n > 0 {
-                self.kernels.widen(&data.data(), rows.at(first + i, at.head), &mut row[..n]);
+            if first + i < at.sequence.len {
+                self.kernels.widen(&data.data(), rows.at(first + i, at.head) + self.column, &mut row[..self.vd]);
+            } else {
+                row.fill(0.0);
             }
-            row[n..].fill(0.0);
         }
     }
 }

@@ -15,6 +15,8 @@ pub(super) fn run(cx: &Context<'_>, out: &Out<'_>, threads: usize) {
             let mut arena = Arena::new(workspace);
             let [s, q, k] = [cx.kp * cx.vp, cx.kp, cx.kp].map(|n| arena.take(n));
             let [v, o] = [cx.vp; 2].map(|n| arena.take(n));
+            // Columns past the values are multiplied too.
+            v.fill(0.0);
             cx.load_state(at.sequence.number, at.head, cx.bound.initial_state(), s, cx.vp);
             let v_rows = cx.bound.row_layout(cx.bound.v().strides(), at.sequence);
             for t in 0..at.sequence.len {

@@ -17,12 +17,12 @@ use fulgurite_core::stop;
 use std::ops::Range;
 
 /// With more value heads there is work for every thread without splitting.
-const FEW_HEADS: usize = 8;
+pub(super) const FEW_HEADS: usize = 8;
 /// Replaces a GPU's SM count in FlashQLA's rule for the length of a segment; fixed, so that bits do not depend on the
 /// machine.
 const UNITS: f64 = 8.0;
 /// Number of chunks below which a sequence is not split.
-const LEAST: usize = 16;
+pub(super) const LEAST: usize = 16;
 
 /// A run of chunks.
 #[derive(Debug, Clone)]
