@@ -320,6 +320,7 @@ pub enum RescaleError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::problem::Problem;
 
     /// Largest relative error against f64 over a fine grid of one octave and a coarse one of the whole range.
     fn worst(f: impl Fn(f32) -> f32) -> f64 {
@@ -391,6 +392,20 @@ mod tests {
         };
         assert!(walk(&sas_top, &f64::exp) < 1e-14);
         assert!(walk(&|max| max, &|x| sas(x, f32::NEG_INFINITY)) > 1e-3);
+    }
+
+    #[test]
+    fn the_online_table_goes_with_native_products() {
+        let problem = |precision: &str| {
+            let builder = Problem::builder().dense(1, 4, 4).heads(1, 1).head_dim(16).exp(Exp::SasOnline);
+            builder.precision(precision.parse().unwrap()).build()
+        };
+        assert!(problem("native").is_ok());
+        assert_eq!(
+            problem("int8").unwrap_err().to_string(),
+            "`exp` is sas:online, which goes with precision native only, not with int8:64; use sas"
+        );
+        assert!(problem("nvfp4").unwrap_err().to_string().contains("not with nvfp4"));
     }
 
     #[test]

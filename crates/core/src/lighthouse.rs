@@ -427,6 +427,38 @@ mod tests {
         }
     }
 
+    /// Twelve roundings of the largest element (for f32, which has an absolute allowance too, a ten-thousandth) are an error.
+    #[test]
+    fn planted_errors_are_found_in_every_type() {
+        for (dtype, unit) in [(DType::F32, 2f64.powi(-17)), (DType::F16, 2f64.powi(-11)), (DType::Bf16, 2f64.powi(-8))]
+        {
+            let light = small().dtype(dtype).unwrap();
+            let rng = &mut Rng::new(9);
+            let entries = light.select(&norms(rng, 64), &norms(rng, 64));
+            let mut of =
+                |shape: &[usize]| Tensor::from_f64(dtype, &rng.normals(shape.iter().product(), 1.0), shape).unwrap();
+            let [q, k, v] = [of(&light.q_shape()), of(&light.k_shape()), of(&light.v_shape())];
+            let d_o = of(&light.o_shape());
+            let given = [&q, &k, &v, &d_o].map(|x| x.view().to_f64());
+            let want = oracle(&light, &entries, [&given[0], &given[1], &given[2]], Some(&given[3]), None);
+            let shapes = [light.o_shape(), light.q_shape(), light.k_shape(), light.v_shape()];
+            let judge = |values: &[Vec<f64>; 4]| {
+                let [o, d_q, d_k, d_v] = [0, 1, 2, 3].map(|i| Tensor::from_f64(dtype, &values[i], &shapes[i]).unwrap());
+                let entries = std::slice::from_ref(&entries);
+                check(&light, entries, [&q, &k, &v], &o, Some((&d_o, [&d_q, &d_k, &d_v])))
+            };
+            assert!(judge(&want).iter().all(|(_, verdict)| verdict.ok()), "{dtype}");
+            for which in 0..4 {
+                let mut values = want.clone();
+                let largest = values[which].iter_mut().max_by(|x, y| x.abs().total_cmp(&y.abs())).unwrap();
+                *largest *= 1.0 + 12.0 * unit;
+                let wrong: Vec<usize> =
+                    judge(&values).iter().enumerate().filter(|(_, (_, v))| !v.ok()).map(|(i, _)| i).collect();
+                assert_eq!(wrong, [which], "{dtype}: {:?}", judge(&values));
+            }
+        }
+    }
+
     #[test]
     fn one_level_is_dense() {
         let light = Lighthouse::new([1, 8, 1, 1], [2, 2], 1, 2, 0, 2).unwrap();

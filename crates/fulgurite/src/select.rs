@@ -256,20 +256,24 @@ mod tests {
     #[test]
     fn sas_goes_with_always_only() {
         let problem = || Problem::builder().dense(1, 1, 1).heads(1, 1).head_dim(4);
-        let sas = problem().exp(Exp::Sas { threshold: -10.0 }).build().unwrap();
         let lazy = Settings::default().rescale(Rescale::Lazy(8.0));
         let portable = engine_with(Choice::CpuIsa(Isa::Portable), &lazy).unwrap();
-        assert_eq!(
-            portable.supports(&sas).unwrap_err().to_string(),
-            "engine cpu:portable does not have exp sas:-10 with rescale lazy:8; leave rescale out, or use always; the engine `oracle` takes any"
-        );
         assert_eq!(portable.supports(&problem().build().unwrap()), Ok(()));
-        for rescale in [None, Some(Rescale::Always)] {
-            let settings = Settings { rescale, ..Settings::default() };
-            assert_eq!(engine_with(Choice::Best, &settings).unwrap().supports(&sas), Ok(()));
+        for (exp, name) in [(Exp::Sas { threshold: -10.0 }, "sas:-10"), (Exp::SasOnline, "sas:online")] {
+            let sas = problem().exp(exp).build().unwrap();
+            assert_eq!(
+                portable.supports(&sas).unwrap_err().to_string(),
+                format!(
+                    "engine cpu:portable does not have exp {name} with rescale lazy:8; leave rescale out, or use always; the engine `oracle` takes any"
+                )
+            );
+            for rescale in [None, Some(Rescale::Always)] {
+                let settings = Settings { rescale, ..Settings::default() };
+                assert_eq!(engine_with(Choice::Best, &settings).unwrap().supports(&sas), Ok(()));
+            }
+            let text = explain_with(&sas, Choice::Best, &lazy);
+            assert!(text.lines().rev().skip(1).all(|line| line.contains("cannot run it")), "{text}");
         }
-        let text = explain_with(&sas, Choice::Best, &lazy);
-        assert!(text.lines().rev().skip(1).all(|line| line.contains("cannot run it")), "{text}");
     }
 
     #[test]

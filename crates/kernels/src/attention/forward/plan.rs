@@ -540,6 +540,7 @@ mod tests {
         let lazy = ForwardPlan::new(&sas, Some(Rescale::Lazy(8.0))).unwrap_err().feature;
         assert_eq!(lazy, "exp sas:-10 with rescale lazy:8; leave rescale out, or use always");
         assert!(ForwardPlan::new(&sas, Some(Rescale::Always)).is_ok());
+        assert_eq!(refused(problem(64, 64, DType::Bf16).exp(Exp::SasOnline)), "exp sas:online");
     }
 
     #[test]
