@@ -235,7 +235,7 @@ mod tests {
     fn bad_choices_say_what_is_allowed() {
         assert_eq!(
             "gpu".parse::<Choice>().unwrap_err().to_string(),
-            "`engine` is \"gpu\", allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, cuda:wgmma, cuda:mma.sync, sim, sim:ARCH with one of sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a, sm_121a, oracle"
+            "`engine` is \"gpu\", allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, cuda:wgmma, cuda:mma.sync, cuda:tcgen05, sim, sim:ARCH with one of sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a, sm_121a, oracle"
         );
         assert!("cpu:".parse::<Choice>().is_err());
         let missing = Isa::ALL.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
