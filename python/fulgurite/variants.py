@@ -94,7 +94,7 @@ def _parallax(
     collect, ops = _extras, _dispatch.ops()
     if ops is not None and mask_mod is not None and ops.torch.compiler.is_compiling():
         collect = ops.between_graphs(_extras)
-    extras = collect(mask, None, None, mask_mod, None, None, None, cu_seqlens, used_lengths, _never)
+    extras = collect(mask, None, None, mask_mod, None, None, None, cu_seqlens, used_lengths, _never, q)
     return text + extras.entries, [q, k, v, r, *extras.tensors]
 
 

@@ -393,7 +393,7 @@ fn in_the_order_of_sums() {
             let first = case.run(&sim(0), &wrong).map(|(gradients, _)| gradients).ok();
             // Messages that come too late for those who add end in a barrier that is told twice.
             let differs = |seed| case.run(&sim(seed), &wrong).map(|(gradients, _)| gradients).ok() != first;
-            assert!(first.is_none() || (1..4).any(differs), "{name}: sums in any order came out the same");
+            assert!(first.is_none() || (1..16).any(differs), "{name}: sums in any order came out the same");
         }
     }
 }
