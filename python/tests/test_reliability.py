@@ -200,6 +200,11 @@ LONG_CALLS = """
         "clusters": lambda: KMeans(4096, max_iter=500, tol=0).fit(points),
         "neighbours": lambda: NearestNeighbors(n_neighbors=9).fit(points).kneighbors(points),
         "density": lambda: HDBSCAN(min_cluster_size=9).fit(points),
+        "components": lambda: PCA(n_components=8).fit(wide),
+        "simulator": lambda: fulgurite.attention(short, short, short, engine="sim"),
+        "simulated gradients": lambda: fulgurite.attention_backward(
+            short, short, short, short, short, lse[..., :4096], engine="sim"
+        ),
     }
 """
 
@@ -212,6 +217,7 @@ def test_an_interrupt_ends_long_calls():
         import numpy as np, fulgurite
         from fulgurite import fla
         from fulgurite.cluster import HDBSCAN, KMeans
+        from fulgurite.decomposition import PCA
         from fulgurite.neighbors import NearestNeighbors
 
         x = np.random.default_rng(0).standard_normal((1, 1 << 17, 2, 64), np.float32)
@@ -219,7 +225,8 @@ def test_an_interrupt_ends_long_calls():
         many = np.random.default_rng(0).standard_normal((1, 1 << 20, 2, 64), np.float32)
         gates = np.full((1, 1 << 20, 2), -0.1, np.float32)
         points = np.random.default_rng(0).standard_normal((200_000, 48), np.float32)
-        small = x[:, :500]
+        wide = np.random.default_rng(0).standard_normal((4000, 4000), np.float32)
+        small, short = x[:, :500], x[:, :4096].astype(np.float16)
         want = fulgurite.attention(small, small, small, threads=3)
     """
     after = """
@@ -336,7 +343,15 @@ def test_refused_memory_is_an_error():
     """A process that may have little memory computes or refuses; it does not end."""
     code = """
         import resource, numpy as np, fulgurite
+        from fulgurite.cluster import KMeans
+        from fulgurite.decomposition import PCA
+        from fulgurite.neighbors import NearestNeighbors
         small = np.ones((1, 64, 1, 64), np.float32)
+        tiny = small.astype(np.float16)
+        fulgurite.attention(tiny, tiny, tiny, engine="sim")
+        points = np.random.default_rng(0).standard_normal((1 << 14, 64), np.float32)
+        clusters, near = KMeans(1 << 12, max_iter=1).fit(points), NearestNeighbors(n_neighbors=1).fit(points)
+        square = np.random.default_rng(0).standard_normal((3000, 3000), np.float32)
         fulgurite.attention(small, small, small, threads=2)
         one = small[:, :1]
         wide = np.broadcast_to(one, (1, 1 << 19, 1, 64))
@@ -347,12 +362,17 @@ def test_refused_memory_is_an_error():
         calls = [
             lambda: fulgurite.attention(wide, one, one, engine="oracle"),
             lambda: fulgurite.attention_backward(rows, rows, short, short, rows, lse),
+            lambda: fulgurite.attention(rows, short, short, engine="sim"),
+            lambda: clusters.transform(points),
+            lambda: near.kneighbors(points, n_neighbors=1 << 12),
+            lambda: PCA(n_components=4).fit(square),
         ]
         for call in calls:
             try:
                 call()
-            except ValueError as error:
-                assert "bytes" in str(error), error
+            # A device's refusal is a RuntimeError, and NumPy's of a result is a MemoryError.
+            except (ValueError, RuntimeError, MemoryError) as error:
+                assert "bytes" in str(error) or "MiB" in str(error), error
             else:
                 raise SystemExit("the memory was there")
         assert (fulgurite.attention(small, small, small, threads=2) == 1).all()
