@@ -258,12 +258,12 @@ impl Index {
         let made = detach(py, || match lists {
             None => {
                 let index = NeighborIndex::with_tolerance(points, metric, options, tolerance)?;
-                Ok(Searched::All(Box::new(index.into_owned())))
+                Ok(Searched::All(Box::new(index.into_owned()?)))
             }
             Some((count, seed, steps)) => {
                 let lists = Ivf::new(count).metric(metric).seed(seed).steps(steps);
                 let index = lists.score_tolerance(tolerance).options(options).build(points)?;
-                Ok(Searched::Lists(Box::new(index.into_owned())))
+                Ok(Searched::Lists(Box::new(index.into_owned()?)))
             }
         })?;
         made.map(Index).map_err(refused)

@@ -26,8 +26,8 @@ pub enum Exp {
         /// Negative threshold, in natural units.
         threshold: f32,
     },
-    /// The same table and cubic in one walk over the keys: relative to the running maximum, rounded up to a whole
-    /// number, and without a threshold. See [`sas_top`].
+    /// The table of e^-n times a cubic in one walk over the keys: relative to the running maximum, rounded up to a
+    /// whole number, and without a threshold. See [`sas_top`].
     SasOnline,
 }
 
@@ -182,7 +182,6 @@ pub fn sas(x: f64, threshold: f32) -> f64 {
 }
 
 /// e^-n for n = 0 to 30, then 0: the table of [`Exp::SasOnline`]. A weight beyond it is below 1e-13 of the largest.
-#[allow(clippy::excessive_precision)] // as printed: the nearest f32
 pub const SAS_ENTRIES: [f32; 32] = [
     1.0,
     0.367_879_45,
@@ -191,9 +190,9 @@ pub const SAS_ENTRIES: [f32; 32] = [
     0.018_315_64,
     0.006_737_947,
     0.002_478_752_3,
-    0.000_911_882,
-    0.000_335_462_62,
-    0.000_123_409_8,
+    9.118_82e-4,
+    3.354_626_2e-4,
+    1.234_098e-4,
     4.539_993e-5,
     1.670_17e-5,
     6.144_212_4e-6,

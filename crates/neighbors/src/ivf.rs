@@ -149,9 +149,9 @@ impl IvfIndex<'_> {
     }
 
     /// The same with a copy of the rows, to be kept for as long as one likes.
-    pub fn into_owned(self) -> IvfIndex<'static> {
+    pub fn into_owned(self) -> Result<IvfIndex<'static>, Error> {
         let IvfIndex { points, search, centroids, lists, options } = self;
-        IvfIndex { points: points.into_owned(), search, centroids, lists, options }
+        Ok(IvfIndex { points: points.into_owned()?, search, centroids, lists, options })
     }
 
     /// The rows.

@@ -294,9 +294,9 @@ impl<'a> NeighborIndex<'a> {
     }
 
     /// The same with a copy of the rows, to be kept for as long as one likes.
-    pub fn into_owned(self) -> NeighborIndex<'static> {
+    pub fn into_owned(self) -> Result<NeighborIndex<'static>, Error> {
         let NeighborIndex { base, options, first, more } = self;
-        NeighborIndex { base: base.into_owned(), options, first, more }
+        Ok(NeighborIndex { base: base.into_owned()?, options, first, more })
     }
 
     /// The rows.

@@ -1,7 +1,7 @@
 //! Points, proven finite once, and the frame they are moved into for products.
 
 use crate::Error;
-use fulgurite_core::stop;
+use fulgurite_core::tensor::ask_memory;
 use fulgurite_cpu::pool;
 use fulgurite_cpu::scan::{Digits, Frame, Worth};
 use std::borrow::Cow;
@@ -176,11 +176,11 @@ impl<'a> Kept<'a> {
         Points { data: &self.data, n: self.n, d: self.d }
     }
 
-    pub fn into_owned(self) -> Kept<'static> {
+    pub fn into_owned(self) -> Result<Kept<'static>, Error> {
         if let Cow::Borrowed(data) = self.data {
-            stop::ask("a copy of the rows", size_of_val(data));
+            ask_memory("a copy of the rows", size_of_val(data))?;
         }
-        Kept { data: Cow::Owned(self.data.into_owned()), n: self.n, d: self.d }
+        Ok(Kept { data: Cow::Owned(self.data.into_owned()), n: self.n, d: self.d })
     }
 }
 

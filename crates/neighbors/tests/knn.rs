@@ -69,7 +69,7 @@ fn rows_that_crowd_are_the_oracles_too() {
     let asks = points.part(0, 50);
     let want: Vec<u32> = oracle::neighbors(Metric::Euclidean, asks, points, k).iter().flatten().map(|x| x.1).collect();
     for isa in Isa::available() {
-        let index = NeighborIndex::new(points, Metric::Euclidean, options(isa, 2)).unwrap().into_owned();
+        let index = NeighborIndex::new(points, Metric::Euclidean, options(isa, 2)).unwrap().into_owned().unwrap();
         for _ in 0..2 {
             assert_eq!(index.search(asks, k).unwrap().rows, want, "{isa:?}");
         }
@@ -176,7 +176,7 @@ fn inverted_lists_find_more_with_more_probes_and_all_with_all() {
         assert!(recalls[0] > 0.15 && recalls[1] > recalls[0] && recalls[2] == 1.0, "{metric:?} {recalls:?}");
     }
     // A row does not find itself, and all lists find what the exact search does.
-    let index = Ivf::new(20).seed(1).build(base).unwrap().into_owned();
+    let index = Ivf::new(20).seed(1).build(base).unwrap().into_owned().unwrap();
     let exact = NeighborIndex::new(base, Metric::Euclidean, Options::default()).unwrap();
     assert_eq!(index.search_self(4, 20).unwrap(), exact.search_self(4).unwrap());
     let own = index.search_self(4, 2).unwrap();

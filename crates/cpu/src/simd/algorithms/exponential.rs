@@ -44,7 +44,7 @@ pub(crate) enum ExpKind {
     Native,
     /// TurboAttention's function; the threshold is in natural units.
     Sas(f32),
-    /// The same relative to the running maximum, rounded up to a whole number.
+    /// TurboAttention's function relative to the running maximum, rounded up to a whole number.
     SasOnline,
 }
 
