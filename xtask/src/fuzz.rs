@@ -15,7 +15,10 @@ const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 /// What `cargo fuzz` passes as unstable sanitizer options, spelled as stable ones.
 const FLAGS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
-    -Cllvm-args=-sanitizer-coverage-trace-compares --cfg fuzzing -Ccodegen-units=1";
+    -Cllvm-args=-sanitizer-coverage-trace-compares --cfg fuzzing";
+
+/// Targets that need only an engine, not the command with all of its crates.
+const OF_ENGINES: &[&str] = &["engine", "problem"];
 
 /// When a target has run long enough.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,9 +82,9 @@ fn fuzz(name: &str, until: Until) -> Result<(), Trouble> {
         return Err(Trouble::skip("libFuzzer is set up for x86-64 Linux only"));
     }
     let home = target().join("fuzz");
-    let build =
-        ["build", "--release", "--locked", "--manifest-path", "fuzz/Cargo.toml", "--target", TRIPLE, "--bin", name];
-    must(cargo(&build).env("RUSTFLAGS", FLAGS).env("CARGO_TARGET_DIR", &home))?;
+    let features: &[&str] = if OF_ENGINES.contains(&name) { &[] } else { &["--features", "command"] };
+    let build = ["build", "--release", "--locked", "--manifest-path", "fuzz/Cargo.toml", "--target", TRIPLE, "--bin"];
+    must(cargo(&build).arg(name).args(features).env("RUSTFLAGS", FLAGS).env("CARGO_TARGET_DIR", &home))?;
     let corpus = folder(home.join("corpus").join(name))?;
     let findings = folder(home.join("findings").join(name))?;
     let seeds = root().join("fuzz").join("seeds").join(name);
@@ -92,6 +95,8 @@ fn fuzz(name: &str, until: Until) -> Result<(), Trouble> {
     }
     command.arg(until.argument()).arg(format!("-artifact_prefix={}/", findings.display()));
     command.arg(format!("-max_len={}", longest(name)));
+    // From the start inputs may be as long as a whole problem; else they would be four bytes long for an hour.
+    command.arg("-len_control=0");
     must(command.args(["-timeout=20", "-rss_limit_mb=2048", "-print_final_stats=1", "-verbosity=0"]))
 }
 

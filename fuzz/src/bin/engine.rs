@@ -7,7 +7,7 @@
 use arbitrary::{Result, Unstructured};
 use fulgurite_core::cases::Case;
 use fulgurite_core::compare::{check_backward, check_forward};
-use fulgurite_core::{Bound, DType, Forward, Gradients, Saved, TensorView, cases};
+use fulgurite_core::{Bound, DType, Exp, Forward, Gradients, Saved, TensorView, cases};
 use fulgurite_cpu::{Isa, Options, backward, forward};
 use fulgurite_fuzz::tame;
 use libfuzzer_sys::fuzz_target;
@@ -44,6 +44,8 @@ fn compare(isa: Isa, bound: &Bound<'_>, d_o: TensorView<'_>, d_lse: Option<Tenso
     let verdicts = check_forward(bound, &result, 1).into_iter().chain(check_backward(bound, &saved, &gradients, 1));
     // What some ten roundings of terms around 1 leave where they cancel: o is rounded to its type before D is computed from it.
     let left = match bound.problem().dtype() {
+        // Polynomials of degree 3 are off by 1e-4.
+        DType::F32 if bound.problem().exp() != Exp::default() => 2e-3,
         DType::F32 => 4e-6,
         DType::F16 => 1e-2,
         _ => 8e-2,
