@@ -54,6 +54,21 @@ def backward(package, q, k, v, **options):
     return functools.partial(package.attention_backward, d_o, q, k, v, o, lse, out=out, **options)
 
 
+def with_bias(package, q, k, v, kind):
+    """Gradients of a bias, of a captured table, or of sinks, under a causal mask."""
+    heads, n, m = q.shape[2], q.shape[1], k.shape[1]
+    if kind == "bias":
+        options = {"bias": torch.randn(1, heads, n, m, device="cuda")}
+    elif kind == "sinks":
+        options = {"sinks": torch.randn(heads, device="cuda")}
+    else:
+        table = torch.randn(heads, m, device="cuda")
+        options = {"score_mod": lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx]}
+    o, lse = package.attention(q, k, v, return_lse=True, causal=True, **options)
+    d_o = torch.randn_like(o)
+    return functools.partial(package.attention_backward, d_o, q, k, v, o, lse, causal=True, **options)
+
+
 def unequal(package, q, k, v, **options):
     """Decode with lengths from an eighth of the keys to all of them."""
     lengths = torch.linspace(k.shape[1] / 8, k.shape[1], k.shape[0], device="cuda").to(torch.int32)
@@ -73,8 +88,14 @@ def cells():
         for n in (1024, 4096):
             shape = (TOKENS // n, n, WIDTH // dim, dim)
             yield f"forward d{dim} {n} window 256", forward, shape, {"window": (256, 0)}
+    for left in (128, 512, 1024, 4096):
+        yield f"forward d64 8192 window {left}", forward, (2, 8192, 16, 64), {"causal": True, "window": (left - 1, 0)}
     for name, (shape, options) in MODELS.items():
+        yield f"forward {name}", forward, shape, {"causal": True, **options}
         yield f"backward {name}", backward, shape, {"causal": True, **options}
+    for kind in ("bias", "table", "sinks"):
+        for dim in (64, 128):
+            yield f"backward {kind} d{dim}", with_bias, (2, 2048, 16, dim), {"kind": kind}
     for keys, batches in ((2048, (1, 8, 32)), (8192, (1, 2, 4, 6, 8, 12, 16, 24, 32)), (65536, (1, 8, 32))):
         for batch in batches:
             for queries in (1, 4, 16):

@@ -67,7 +67,7 @@ pub fn explain(
     let (rows, group) = (problem.max_q_len() * problem.group(), problem.group());
     let longest = problem.head_dim().max(problem.value_dim());
     let keys_seen = ForwardPlan::keys_seen(&problem);
-    let by_keys = |from: &str| format!("head_dim {longest}, {k_len} keys: {from}");
+    let by_keys = |from: &str| format!("head_dim {longest}, a query sees {keys_seen} keys: {from}");
     let chosen = (plan.decode_config(), plan.config(), plan.sync_config(), plan.tensor_config());
     let (tile, tile_config, why) = match chosen {
         (Some(config), ..) => (
@@ -290,10 +290,10 @@ fn skipped(blocks: Option<[usize; 2]>) -> String {
 /// Says how the query heads of a key/value head are spread over CTAs. Empty if every key/value head has one query head.
 fn heads_of_tiles(problem: &Problem, plan: &BackwardPlan) -> String {
     let (group, parts) = (problem.group(), plan.head_splits());
-    match (group, parts, plan.can_split_heads()) {
+    match (group, parts, plan.config().share.ctas()) {
         (..=1, ..) => String::new(),
-        (_, 1, true) => format!("; head_splits 1: a CTA walks over all {group} query heads of its keys"),
-        (_, 1, false) => format!(
+        (_, 1, 1) => format!("; head_splits 1: a CTA walks over all {group} query heads of its keys"),
+        (_, 1, _) => format!(
             "; head_splits 1: a pair of CTAs walks over all {group} query heads of its keys, and has no registers left \
              to share them with others"
         ),

@@ -33,8 +33,8 @@ pub struct ConfigTable<T>(Vec<ConfigRow<T>>);
 pub struct ConfigRow<T> {
     /// The larger head dimension, padded.
     pub head_dims: RangeInclusive<u32>,
-    /// Number of keys of the longest sequence. Forward halves it under a causal mask, which is about what an average
-    /// query sees.
+    /// Number of keys of the longest sequence. Forward takes the number that an average query sees: half of them under a
+    /// causal mask, and in a window no more than it has.
     pub keys: Range<u64>,
     /// The configuration of these problems.
     pub config: T,

@@ -122,10 +122,17 @@ impl Facts {
     }
 }
 
-/// Number of keys that a query sees on average: half of them under a causal mask. The table is searched by this number.
+/// Number of keys that a query sees on average: half of them under a causal mask, and in a window no more than it has. The
+/// table is searched by this number.
 pub(crate) fn keys_seen(problem: &Problem) -> u64 {
     let causal = Spans::of(&problem.mask().spans_only()).bounded_right();
-    problem.max_k_len() as u64 / if causal { 2 } else { 1 }
+    let average = problem.max_k_len() as u64 / if causal { 2 } else { 1 };
+    let spans = problem.mask().spans();
+    let sides = (spans.iter().filter_map(|span| span.left).min(), spans.iter().filter_map(|span| span.right).min());
+    match sides {
+        (Some(left), Some(right)) => average.min(left.saturating_add(right).saturating_add(1).max(1) as u64),
+        _ => average,
+    }
 }
 
 /// The element type of a problem, if the kernels support the problem.
