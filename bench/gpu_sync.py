@@ -5,9 +5,10 @@ Ampere.
     python bench/gpu_sync.py tune --dims 64 128
     python bench/gpu_sync.py check-backward backward models-backward
     python bench/gpu_sync.py tune-backward --dims 64 128 256
+    python bench/gpu_sync.py heads
 
 `check` compares with float32, `grid` has square problems, `models` the shapes of known models, and `tune` races tile
-configurations against each other. Every line is a ratio of medians in one run; above 1 we are faster.
+configurations against each other, and `heads` numbers of parts that share the query heads of a key/value head. Every line is a ratio of medians in one run; above 1 we are faster.
 """
 
 import argparse
@@ -189,7 +190,7 @@ def geomean(ratios):
         print(f"{len(ratios)} cells: lowest {min(ratios):.3f}, geometric mean {math.exp(statistics.fmean(map(math.log, ratios))):.3f}")
 
 
-PARTS = ("check", "grid", "models", "tune", "check-backward", "backward", "models-backward", "tune-backward")
+PARTS = ("check", "grid", "models", "tune", "check-backward", "backward", "models-backward", "tune-backward", "heads")
 
 
 def main():
@@ -222,6 +223,13 @@ def main():
         geomean([backward_cell(name, size, causal, args.rounds, results) for name, size, causal in sizes])
     if "models-backward" in args.parts:
         geomean([backward_cell(f"backward {name}", size, True, args.rounds, results, **options) for name, size, options in models()])
+    if "heads" in args.parts:
+        for name, size, options in models():
+            group = size[2] // size[3]
+            if group > 1 and not options:
+                counts = sorted({n for n in (1, 2, 4, 8, 16, 24, group) if n <= group})
+                tuning = ["", *(f"head_splits={n}" for n in counts)]
+                backward_cell(f"heads {name}", size, True, args.rounds, results, tuning)
     if "grid" in args.parts:
         grid = itertools.product(args.dims, args.lengths, (False, True))
         sizes = ((f"d {d} {n} causal {c}", (16384 // n, n, 2048 // d, 2048 // d, d), c) for d, n, c in grid)

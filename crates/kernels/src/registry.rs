@@ -302,7 +302,10 @@ fn planned_gradients(target: Target, example: AttentionExample, unit: TensorUnit
         TensorUnit::Tcgen05 => BackwardPlan::tcgen05(&problem, pass, target.arch),
         _ => BackwardPlan::mma_sync(&problem, pass, target.arch),
     };
-    let kernels = plan.unwrap_or_else(|e| panic!("bug in fulgurite: no {e}")).kernels(target)?;
+    let plan = plan.unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
+    // A CTA has all query heads of its keys, and stores d_k and d_v itself.
+    let config = BackwardConfig { head_splits: Some(1), ..plan.config() };
+    let kernels = plan.with_config(config).kernels(target)?;
     Ok(kernels.main.as_ref().clone())
 }
 

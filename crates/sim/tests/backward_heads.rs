@@ -6,7 +6,7 @@ use crate::common::{Random, sim};
 use fulgurite_core::{DType, Mask};
 use fulgurite_kernels::attention::backward::plan::Kernels;
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
-use fulgurite_ptx::{Kernel, Target};
+use fulgurite_ptx::{Arch, Kernel, Target};
 use fulgurite_sim::{Fault, Line, Options, Sim};
 use std::sync::Arc;
 
@@ -50,6 +50,26 @@ fn every_schedule_leaves_parts() {
             seed += 1;
             spread(Case { order, ..case }, parts, |config| config).check(&sim(seed));
         }
+    }
+}
+
+/// Parts by `mma.sync`: of 128 and of 64 keys, with halves of columns that are whole chunks and that are not.
+#[test]
+fn single_warps_leave_parts() {
+    let base = Case { mask: Mask::causal(), q_len: 90, k_len: 200, ..Case::base() };
+    let window = Mask::window(Some(60), Some(20));
+    for (seed, (case, arch, parts)) in (1..).zip([
+        (Case { dims: [64, 64], heads: [6, 2], batch: 2, ..base.clone() }, Arch::SM_80, 3),
+        (Case { dims: [64, 48], heads: [7, 1], mask: Mask::none(), ..base.clone() }, Arch::SM_89, 4),
+        (Case { dims: [128, 128], heads: [4, 2], dtype: DType::F16, ..base.clone() }, Arch::SM_80, 2),
+        (Case { dims: [128, 96], heads: [3, 1], mask: window, ..base.clone() }, Arch::SM_120A, 2),
+        (Case { dims: [192, 128], heads: [3, 1], d_lse: true, ..base }, Arch::SM_80, 3),
+    ]) {
+        let target = Target::new(arch);
+        let config = BackwardConfig { head_splits: Some(parts), ..case.plan_for(target).config() };
+        let case = Case { config: Some(config), ..case };
+        assert_eq!(case.plan_for(target).head_splits(), u64::from(parts), "{case:?}");
+        case.check(&Sim::on(target, Options { seed, resident: 4, ..Options::default() }));
     }
 }
 

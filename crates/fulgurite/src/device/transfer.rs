@@ -437,6 +437,7 @@ mod tests {
     use fulgurite_core::random::Rng;
     use fulgurite_core::{BlockMask, BlockSpec, DType, Gradients, Layout, Mask, Tensor, oracle};
     use fulgurite_kernels::attention::backward::plan::BackwardPlan;
+    use fulgurite_ptx::Target;
     use fulgurite_sim::{Options, Sim};
     use std::collections::BTreeSet;
 
@@ -466,9 +467,13 @@ mod tests {
     }
 
     /// An engine that divides the query heads of each key/value head into `parts` parts.
-    fn spread(problem: &Problem, order: Order, parts: u32, seed: u64) -> OnDevice<Sim> {
-        let usual = BackwardPlan::new(problem, false, order).unwrap().config();
-        let sim = Sim::new(Options { seed, resident: 8, ..Options::default() });
+    fn spread(problem: &Problem, (order, target): (Order, Target), parts: u32, seed: u64) -> OnDevice<Sim> {
+        let plan = match target.arch.tensor {
+            TensorUnit::MmaSync => BackwardPlan::mma_sync(problem, (false, order), target.arch),
+            _ => BackwardPlan::new(problem, false, order),
+        };
+        let usual = plan.unwrap().config();
+        let sim = Sim::on(target, Options { seed, resident: 8, ..Options::default() });
         let engine = OnDevice::new(Arc::new(sim), None, Tables::default()).in_order(order);
         engine.forcing(BackwardConfig { head_splits: Some(parts), ..usual })
     }
@@ -488,11 +493,15 @@ mod tests {
         });
         assert!(table.len() > 4, "{}", table.len());
         for (case, seed) in table.iter().zip(1..) {
-            let order = if seed % 2 == 0 { Order::Fixed } else { Order::Any };
+            let kind = match seed % 3 {
+                0 => (Order::Fixed, Target::HOPPER),
+                1 => (Order::Any, Target::HOPPER),
+                _ => (Order::Any, Target::AMPERE),
+            };
             let forward = oracle::forward(&case.bound()).to_forward(case.problem()).unwrap();
             let saved = Saved { d_lse: case.d_lse(), ..forward.saved(case.d_o()) };
             let run = |seed| {
-                let engine = spread(case.problem(), order, 2, seed);
+                let engine = spread(case.problem(), kind, 2, seed);
                 engine.backward(case.problem(), &case.inputs(), &saved, &Run::default()).unwrap()
             };
             let [one, other] = [seed, seed + 100].map(run);
@@ -511,18 +520,20 @@ mod tests {
         let [q, k, v] = [problem.q_shape(), problem.k_shape(), problem.v_shape()].map(|shape| zeros(&shape));
         let inputs = Inputs::new(q.view(), k.view(), v.view());
         let forward = oracle::forward(&inputs.bind(&problem).unwrap()).to_forward(&problem).unwrap();
-        let d_v = |of_heads: [f64; 4]| {
+        let d_v = |target: Target, of_heads: [f64; 4]| {
             let values: Vec<f64> = of_heads.iter().flat_map(|x| [*x; 64]).collect();
             let d_o = Tensor::from_f64(DType::Bf16, &values, &problem.o_shape()).unwrap();
-            let engine = spread(&problem, Order::Any, 4, 3);
+            let engine = spread(&problem, (Order::Any, target), 4, 3);
             let gradients = engine.backward(&problem, &inputs, &forward.saved(d_o.view()), &Run::default()).unwrap();
             gradients.d_v.view().to_f64()[0]
         };
         let large = f64::from(1 << 24);
         // (2^24 + 1) rounds to 2^24 in f32. In the opposite order both ones count.
-        assert_eq!(d_v([large, 1.0, -large, 1.0]), 1.0);
-        assert_eq!(d_v([1.0, -large, 1.0, large]), 2.0);
-        assert_eq!(d_v([1.0, large, 1.0, -large]), 0.0);
+        for target in [Target::HOPPER, Target::AMPERE] {
+            assert_eq!(d_v(target, [large, 1.0, -large, 1.0]), 1.0);
+            assert_eq!(d_v(target, [1.0, -large, 1.0, large]), 2.0);
+            assert_eq!(d_v(target, [1.0, large, 1.0, -large]), 0.0);
+        }
     }
 
     /// Gradients under a random block mask with `heads` lists for 4 query heads and 2 key/value heads, and a mask in partial

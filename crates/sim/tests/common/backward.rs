@@ -143,9 +143,9 @@ impl Case {
         Ok((gradients, wrong))
     }
 
-    /// Runs the library's kernels, which must be right and clean.
+    /// Runs the library's kernels for the simulated GPU, which must be right and clean.
     pub fn check(&self, sim: &Sim) -> Gradients {
-        let kernels = self.plan().kernels(Target::HOPPER).unwrap();
+        let kernels = self.plan_for(sim.target()).kernels(sim.target()).unwrap();
         match self.run(sim, &kernels) {
             Err(e) => {
                 let found: String = sim.findings().iter().take(3).map(|f| format!("{f}\n")).collect();

@@ -19,14 +19,20 @@ use crate::params::{Lens, Params, Program, given};
 use crate::parts::results::ResultType;
 use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Acc, BuildError, Cta, Group, Half, Pair, Pointer, RowView, Scope, Target, Val, Var, Word};
+use fulgurite_ptx::{
+    Acc, BuildError, Cta, Group, Half, Pair, Pointer, RowView, Scope, Target, TensorUnit, Val, Var, WarpAcc, Word,
+};
 
 /// Keys of one contiguous block of parts.
 pub(crate) const KEYS: u32 = 64;
+/// Elements of eight columns of a block of parts.
+const EIGHT_COLUMNS: u32 = 8 * KEYS;
 /// Threads of a CTA.
 const THREADS: u32 = 256;
-/// Items that a thread adds at once: as many as registers allow.
-const ITEMS: usize = 4;
+/// Items that a thread adds at once: as many as registers allow. For GPUs other than Hopper the assembler keeps more addresses.
+fn items_at_once(target: Target) -> u32 {
+    if target.arch.tensor == TensorUnit::Wgmma { 4 } else { 2 }
+}
 
 /// The memory to which the main kernel writes f32 sums of d_k and d_v.
 pub(crate) enum HeadParts<'k> {
@@ -83,8 +89,36 @@ impl<'k> HeadParts<'k> {
         let before = if of == Of::DV { KEYS * d } else { 0 };
         let own = (key - work.tile * keys) * (d + dv) + col * KEYS + w.thread_in_group() * 4 + before;
         let (to, elements) = (tile.at(own), result.elements().collect::<Vec<_>>());
-        for (four, elements) in (0..).step_by(512).zip(elements.chunks_exact(4)) {
+        for (four, elements) in (0..).step_by(EIGHT_COLUMNS as usize).zip(elements.chunks_exact(4)) {
             to.store_some::<_, 4>(w, four, std::array::from_fn(|i| elements[i]));
+        }
+    }
+
+    /// Stores a warp's part of a result, which begins at a column. The warps of a warpgroup have all keys of the tile.
+    #[track_caller]
+    pub fn store_warp<const M: usize>(
+        &self,
+        w: &Scope<'k, Group>,
+        map: &TileMap<'k>,
+        work: &Work<'k>,
+        (of, result): (Of, &WarpAcc<'k, M>),
+        col: Val<'k, u32>,
+    ) {
+        let HeadParts::Parts { parts, dims: [d, dv] } = self else {
+            unreachable!("bug in fulgurite: f32 results by mma.sync")
+        };
+        let tile = parts.at_wide(map.number_of(work).mul_wide(map.keys() * (d + dv)));
+        let before = if of == Of::DV { KEYS * d } else { 0 };
+        let (warp, lane) = (w.thread_in_group() / 32, w.thread_in_group() % 32);
+        let elements = result.elements().collect::<Vec<_>>();
+        for below in 0..M {
+            // 16 keys of the tile, and their place among 64.
+            let sixteen = warp * M as u32 + below as u32;
+            let own = sixteen / 4 * (KEYS * (d + dv)) + sixteen % 4 * 128 + lane * 4;
+            let to = tile.at(own + col * KEYS + before);
+            for (four, elements) in (0..).step_by(EIGHT_COLUMNS as usize).zip(elements.chunks_exact(4 * M)) {
+                to.store_some::<_, 4>(w, four, std::array::from_fn(|i| elements[4 * below + i]));
+            }
         }
     }
 }
@@ -191,8 +225,9 @@ where
                     };
                     let (to, of) = (results.head::<T>(of_sequence, head), HeadRows { batch, head, start });
                     let rows = StepRows { to, of, step: nth, q_len: rows, scale };
-                    let parts = ResultParts { first: first.at(w.constant(before)), part, count };
-                    for from in (0..results.items()).step_by(ITEMS * THREADS as usize) {
+                    let at_once = items_at_once(target);
+                    let parts = ResultParts { first: first.at(w.constant(before)), part, count, at_once };
+                    for from in (0..results.items()).step_by((at_once * THREADS) as usize) {
                         parts.add_items(w, results, rows, from);
                     }
                 }
@@ -208,6 +243,8 @@ struct ResultParts<'k> {
     /// Bytes from one part to the next.
     part: Val<'k, u64>,
     count: Val<'k, u32>,
+    /// Items that a thread adds at once.
+    at_once: u32,
 }
 
 impl<'k> ResultParts<'k> {
@@ -217,7 +254,7 @@ impl<'k> ResultParts<'k> {
         Pair<T>: Word,
     {
         let all = results.items();
-        let items: Vec<_> = (0..ITEMS as u32)
+        let items: Vec<_> = (0..self.at_once)
             .map(|i| from + i * THREADS)
             .filter(|first| *first < all)
             .map(|first| (w.thread() + first, first + THREADS > all))

@@ -36,7 +36,7 @@ use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Precision, Problem};
 use fulgurite_ptx::device::{Plan, Span};
 use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, TensorUnit, Word, bf16, f16};
-use heads::can_spread;
+use heads::has_f32_results;
 use schedule::Schedule;
 use std::ops::Range;
 use std::sync::Arc;
@@ -256,7 +256,7 @@ impl BackwardPlan {
         }
         let facts = Facts { results, ..self.facts };
         let config = match config_of(problem, &facts.features, table)? {
-            config if can_spread(&config) => config,
+            config if has_f32_results(&config) => config,
             _ => BackwardConfig::columns(),
         };
         BackwardPlan { schedule: Schedule::new(&facts, config), facts }.checked()
@@ -267,7 +267,7 @@ impl BackwardPlan {
         if !self.facts.results.is_f32() {
             return Ok(());
         }
-        if !can_spread(&self.config()) {
+        if !has_f32_results(&self.config()) {
             return Err(NoKernel { feature: format!("f32 gradients with tile configuration `{}`", self.config()) });
         }
         for (name, tensor) in [("d_q", &tensors.d_q), ("d_k", &tensors.d_k), ("d_v", &tensors.d_v)] {

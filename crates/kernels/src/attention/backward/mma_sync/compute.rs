@@ -4,7 +4,7 @@
 //! that the step before is done with p, d_z and the stages.
 
 use crate::attention::backward::cursor::Cursor;
-use crate::attention::backward::marks::{HeadRows, MarkedPart};
+use crate::attention::backward::marks::{HeadRows, MarkedPart, Marks};
 use crate::attention::backward::mma_sync::params::SyncParams;
 use crate::attention::backward::mma_sync::stages::{StepOperand, SyncStages, When};
 use crate::attention::backward::modifiers::ModifierRole;
@@ -197,12 +197,14 @@ where
         stages.ring().copy(w, *k, params.rows(Of::K, &self.work, head, first));
         stages.ring().copy(w, *v, params.rows(Of::V, &self.work, head, first));
         stages.start(w, &|w, what, to| self.load(w, what, to));
-        let MarkedPart { of, first: [first, _], .. } = map.marked(&self.work, [w.constant(0u32), first]);
-        w.when(self.own.eq(0) & w.thread_in_group().eq(0), |w| {
-            for (i, word) in [of.batch, of.head, of.start, first].into_iter().enumerate() {
-                self.kernel.marked.store(w, i as u32, word);
-            }
-        });
+        if params.parts.is_none() {
+            let MarkedPart { of, first: [first, _], .. } = map.marked(&self.work, [w.constant(0u32), first]);
+            w.when(self.own.eq(0) & w.thread_in_group().eq(0), |w| {
+                for (i, word) in [of.batch, of.head, of.start, first].into_iter().enumerate() {
+                    self.kernel.marked.store(w, i as u32, word);
+                }
+            });
+        }
         self.set_limits(w);
         self.set_head(w);
         self.d_k.clear();
@@ -274,8 +276,22 @@ where
         }
     }
 
-    /// Stores d_k and d_v through the memory of k and v, which no warp reads any longer.
+    /// Stores d_k and d_v, or this CTA's parts of them.
     fn finish(&self, w: &Scope<'k, Group>) {
+        let SyncBackward { params, dims: [d, dv], .. } = self.kernel;
+        match (&params.parts, &params.marks) {
+            (Some(parts), _) => {
+                for (of, result, cols) in [(Of::DK, &self.d_k, d / 2), (Of::DV, &self.d_v, dv / 2)] {
+                    parts.store_warp(w, &params.map, &self.work, (of, result), self.own * cols);
+                }
+            }
+            (None, Some(marks)) => self.store(w, marks),
+            (None, None) => unreachable!("bug in fulgurite: d_k and d_v have marks or parts"),
+        }
+    }
+
+    /// Stores d_k and d_v through the memory of k and v, which no warp reads any longer.
+    fn store(&self, w: &Scope<'k, Group>, marks: &[Marks<'k>; 2]) {
         let SyncBackward { params, keys, dims: [d, dv], k, v, .. } = self.kernel;
         let [to_k, to_v] = [(k, *d), (v, *dv)].map(|(tile, cols)| tile.overlay(halved::<T>(*keys, cols)));
         w.sync_role(&self.all);
@@ -284,7 +300,7 @@ where
         w.sync_role(&self.all);
         let threads = Storers { own: self.own * THREADS + w.thread_in_group(), count: 2 * THREADS };
         let first = self.kernel.marked.load(w, 3);
-        for ((of, tile, cols), marks) in [(Of::DK, to_k, *d), (Of::DV, to_v, *dv)].into_iter().zip(&params.marks) {
+        for ((of, tile, cols), marks) in [(Of::DK, to_k, *d), (Of::DV, to_v, *dv)].into_iter().zip(marks) {
             let to = params.rows(of, &self.work, self.work.head, first);
             // Marks are made from what is stored: sums in registers leave no room for the numbers of their rows.
             threads.store_and(w, tile, [*keys, cols * 2 / 16], to, |w, row, unit, words| {

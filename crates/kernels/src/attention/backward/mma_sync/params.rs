@@ -1,11 +1,12 @@
 //! The parameters of the `mma.sync` kernel, each with its launch argument.
 
 use crate::attention::backward::d_q::service::Log;
+use crate::attention::backward::heads::HeadParts;
 use crate::attention::backward::marks::Marks;
 use crate::attention::backward::modifiers::ModifierParams;
 use crate::attention::backward::state::{Call, declare_marks};
 use crate::attention::backward::tiles::{Of, TileMap, Work};
-use crate::attention::backward::{Features, KernelShape};
+use crate::attention::backward::{Features, KernelShape, Spread};
 use crate::params::{Params, given};
 use crate::parts::mask::Spans;
 use crate::parts::row_memory::RowMemory;
@@ -29,8 +30,10 @@ pub(super) struct SyncParams<'k> {
     pub delta: Pointer<'k, f32>,
     /// f32 sums of d_q.
     pub sums: Pointer<'k, f32>,
-    /// The marks of d_k and d_v.
-    pub marks: [Marks<'k>; 2],
+    /// The marks of d_k and d_v, unless heads are spread over CTAs.
+    pub marks: Option<[Marks<'k>; 2]>,
+    /// f32 parts of d_k and d_v, which replace them if heads are spread over CTAs.
+    pub parts: Option<HeadParts<'k>>,
     pub map: TileMap<'k>,
     pub modifiers: Option<ModifierParams<'k>>,
     pub scale_log2: Val<'k, f32>,
@@ -40,10 +43,11 @@ pub(super) struct SyncParams<'k> {
 impl<'k> SyncParams<'k> {
     pub fn declare(p: &Params<'k, Call>, features: &Features, shape: &KernelShape) -> Self {
         let ragged = features.ragged;
+        let spreads = shape.spread != Spread::No;
         let rows = [("q", 0usize), ("k", 1), ("v", 2), ("d_o", 3), ("d_k", 4), ("d_v", 5)];
-        let rows = rows
-            .map(|(name, i)| RowMemory::declare(p, name, move |call: &Call| &given(&call.threads).tensors[i], |_| 2))
-            .into_iter()
+        let rows = rows[..if spreads { 4 } else { 6 }]
+            .iter()
+            .map(|&(name, i)| RowMemory::declare(p, name, move |call: &Call| &given(&call.threads).tensors[i], |_| 2))
             .collect();
         let equal = (!ragged.any()).then(|| {
             let bound =
@@ -57,7 +61,8 @@ impl<'k> SyncParams<'k> {
         let shift = p.pointer::<f32>("shift", |call| call.shift);
         let delta = p.pointer::<f32>("delta", |call| call.delta);
         let sums = p.pointer::<f32>("sums", |call| call.sums);
-        let marks = declare_marks(p, features);
+        let marks = (!spreads).then(|| declare_marks(p, features));
+        let parts = spreads.then(|| HeadParts::declare(p, |call: &Call| &call.head_parts, shape.widths));
         let spans = Spans::of(&features.mask).transposed();
         let map = TileMap::declare(p, |call: &Call| &call.map, (shape, false, ragged), spans);
         // The kernel has no service that waits, so the log stays empty.
@@ -65,7 +70,7 @@ impl<'k> SyncParams<'k> {
         let modifiers = ModifierParams::declare(p, |call: &Call| &call.modifiers, modifiers, &Log::new());
         let scale_log2 = p.f32("scale_log2", |call| call.scale_log2);
         let scale = p.f32("scale", |call| call.scale);
-        SyncParams { rows, equal, shift, delta, sums, marks, map, modifiers, scale_log2, scale }
+        SyncParams { rows, equal, shift, delta, sums, marks, parts, map, modifiers, scale_log2, scale }
     }
 
     /// The rows of a tensor in a tile's sequence, from row `first` on.

@@ -7,8 +7,10 @@ use crate::attention::backward::{BackwardConfig, KernelShape, Share};
 use fulgurite_core::Layout;
 use fulgurite_ptx::TensorUnit;
 
-/// FLOP/s of an SM in the main kernel, as measured on an H200 (about 550 TFLOP/s in all).
+/// FLOP/s of an SM in the main kernel by `wgmma`, as measured on an H200 (about 550 TFLOP/s in all).
 const FLOPS: f64 = 4.2e12;
+/// The same by `mma.sync`.
+const SYNC_FLOPS: f64 = 2.1e12;
 /// Bytes of parts a second, written by the main kernel and read by the kernel that adds them. Fitted by hand to times on
 /// an H200 (docs/lab/006-hopper-backward.md, 113 to 120), as are `DRIFT` and `GAIN`.
 const BYTES: f64 = 2.6e12;
@@ -28,9 +30,14 @@ const GAIN: f64 = 0.98;
 const MOST_BYTES: f64 = (1u64 << 30) as f64;
 
 /// Whether a configuration has kernels for spread heads. With CTA pairs, the loading thread has no registers left to divide by
-/// the number of parts. The kernels by `mma.sync` and `tcgen05` have no code for parts.
+/// the number of parts. The kernels by `tcgen05` have no code for parts.
 pub(crate) fn can_spread(config: &BackwardConfig) -> bool {
-    config.share != Share::Pairs && config.share.unit() == TensorUnit::Wgmma
+    config.share != Share::Pairs && config.share.unit() != TensorUnit::Tcgen05
+}
+
+/// Whether a configuration has kernels for f32 results: the main kernel by `wgmma` stores them where heads are not spread.
+pub(crate) fn has_f32_results(config: &BackwardConfig) -> bool {
+    can_spread(config) && config.share.unit() == TensorUnit::Wgmma
 }
 
 /// Inputs of the choice of parts. Lengths are counted in steps: one step of queries of one query head, for one tile.
@@ -124,6 +131,7 @@ impl Facts {
         let [d, dv] = KernelShape::plain(&self.features, *config).dims.map(f64::from);
         let (keys, rows) = (f64::from(config.keys()), f64::from(config.rows));
         let [longest, all] = self.steps_of_tiles(config);
+        let flops = if config.is_sync() { SYNC_FLOPS } else { FLOPS };
         let k_rows = match self.layout {
             Layout::Dense { batch, k_len, .. } => batch * k_len,
             Layout::Packed(p) => p.total_k,
@@ -134,7 +142,7 @@ impl Facts {
             longest,
             all: all * self.heads[1] as f64,
             // Three products with rows of d elements, two with rows of dv.
-            step: 2.0 * rows * keys * (3.0 * d + 2.0 * dv) / (FLOPS * f64::from(config.share.ctas())),
+            step: 2.0 * rows * keys * (3.0 * d + 2.0 * dv) / (flops * f64::from(config.share.ctas())),
             part_bytes: self.heads[1] as f64 * k_rows as f64 * (d + dv) * 4.0,
             splits,
         }
