@@ -1,11 +1,12 @@
 """Random problems on a GPU with NaN and infinities in keys, values and queries, against float64: a row depends on the keys it
 sees, and on nothing else.
 
-    python python/build.py && python bench/gpu_nonfinite.py [--count N] [--seed N] [--masks NAME ...] [--gradients]
+    python python/build.py && python bench/gpu_nonfinite.py [--count N] [--seed N] [--masks NAME ...] [--gradients [--biases]]
 
 Rows that see a poisoned key, or whose query is poisoned, must be NaN in o and LSE (o alone if only a value is). All others
 must be what they are without the poison. With --gradients, rows of d_o may be poisoned, too: a row of d_q, d_k or d_v must be NaN where it
-depends on poison through the queries and keys that see each other, and else what it is without the poison. An error is a share of the norm of a row's tensor; the tolerance rule is what
+depends on poison through the queries and keys that see each other, and else what it is without the poison. With --biases the scores
+have a bias, a table that a callable captures, or sinks, whose gradients are judged in the same way. An error is a share of the norm of a row's tensor; the tolerance rule is what
 `fulgurite check --engine cuda` applies.
 """
 
@@ -53,8 +54,8 @@ def drawn(rng, masks):
     return q, k, v, options, mask
 
 
-def differences(what, name, got, want, nan):
-    """What is wrong with rows of a gradient, of which those in `nan` must not be finite."""
+def differences(what, name, got, want, nan, dtype):
+    """What is wrong with rows of a gradient of a problem of this type. The rows in `nan` must not be finite."""
     finite = torch.isfinite(got).all(-1)
     found = []
     if (finite & nan).any():
@@ -65,16 +66,50 @@ def differences(what, name, got, want, nan):
     # A query that sees one key has no gradient at all, only the roundings of terms around 1 that cancel.
     least = 0.25 * float(keep.expand_as(want).sum()) ** 0.5
     error = torch.where(keep, got.double() - want, 0).norm() / max(float(torch.where(keep, want, 0).norm()), least, 1e-6)
-    if not error <= LIMITS[got.dtype]:
+    if not error <= LIMITS[dtype]:
         found.append(f"{what}: {name}: error {float(error):.2g}")
     return found
 
 
-def gradient_faults(rng, masks):
+def with_bias(rng, options, q, k):
+    """Adds a bias, a captured table or sinks to the options. Returns the tensor that has a gradient, its name, and what it adds."""
+    heads, n, m = q.shape[2], q.shape[1], k.shape[1]
+    kind = rng.choice(("bias", "sinks") if "mask_mod" in options else ("bias", "table", "sinks"))
+    if kind == "sinks":
+        leaf = options["sinks"] = torch.randn(heads, device="cuda")
+        return leaf, kind, lambda x: {"sinks": x}
+    if kind == "bias":
+        leaf = options["bias"] = torch.randn(1, heads, n, m, device="cuda")
+        return leaf, kind, lambda x: {"bias": x}
+    leaf = torch.randn(heads, m, device="cuda")
+    options["score_mod"] = lambda score, b, h, q_idx, kv_idx: score + leaf[h, kv_idx]
+    return leaf, kind, lambda x: {"bias": x[None, :, None, :]}
+
+
+def bias_faults(what, kind, got, want, bad, mask, dtype):
+    """What is wrong with the gradient of a bias, a table or sinks. `bad`: queries whose dS is NaN where they see a key."""
+    per_row = (bad & mask.any(-1)).any(0)
+    seen = bad.any(0)[..., None] & mask
+    nan = {"sinks": per_row.any(-1), "bias": seen[None], "table": seen.any(1)}[kind]
+    return differences(what, kind, got[..., None], want[..., None], nan, dtype)
+
+
+def reference_with(q, k, v, d_o, mask, softcap, leaf, adds):
+    """The gradients of q, k, v and of what is added to the scores, in float64."""
+    leaves = [x.double().detach().requires_grad_() for x in (q, k, v, leaf)]
+    o = output(*leaves[:3], mask, softcap, **adds(leaves[3]))
+    return torch.autograd.grad(o, leaves, d_o.double())
+
+
+def gradient_faults(rng, masks, biases):
     """The mistakes in the gradients of a random problem."""
     q, k, v, options, mask = drawn(rng, masks)
     d_o = torch.randn_like(q)
-    wants = reference(q, k, v, d_o, mask, options.get("softcap"))[1:]
+    if biases:
+        leaf, kind, adds = with_bias(rng, options, q, k)
+        *wants, want_leaf = reference_with(q, k, v, d_o, mask, options.get("softcap"), leaf, adds)
+    else:
+        wants = reference(q, k, v, d_o, mask, options.get("softcap"))[1:]
     batch, n, heads, _ = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
@@ -96,6 +131,7 @@ def gradient_faults(rng, masks):
     o, lse = fulgurite.attention(q, k, v, return_lse=True, **options)
     fixed = {"deterministic": rng.random() < 0.3, **options}
     gradients = fulgurite.attention_backward(d_o, q, k, v, o, lse, **fixed)
+    gradients, of_biases = gradients[:3], gradients[3:]
 
     def keys(queries):
         """The keys that some of the queries see."""
@@ -106,7 +142,10 @@ def gradient_faults(rng, masks):
     nans = (nan_q.transpose(1, 2), keys(bad["p"] | bad["d_z"]), keys(bad["p"] | bad["d_o"]))
     what = f"q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {[name for name in fixed if fixed[name] is not False]}"
     results = zip(("d_q", "d_k", "d_v"), gradients, wants, nans)
-    return [fault for name, got, want, nan in results for fault in differences(what, name, got, want, nan)]
+    found = [fault for name, got, want, nan in results for fault in differences(what, name, got, want, nan, q.dtype)]
+    if biases:
+        found += bias_faults(what, kind, of_biases[0], want_leaf, bad["p"] | bad["d_z"], mask, q.dtype)
+    return found
 
 
 def faults(rng, masks):
@@ -157,12 +196,16 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--masks", nargs="+", default=MASKS, choices=MASKS)
     parser.add_argument("--gradients", action="store_true", help="check gradients instead of outputs")
+    parser.add_argument("--biases", action="store_true", help="with --gradients: scores with a bias, a captured table, or sinks")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
     found = []
     for number in range(options.count):
-        found += (gradient_faults if options.gradients else faults)(rng, options.masks)
+        if options.gradients:
+            found += gradient_faults(rng, options.masks, options.biases)
+        else:
+            found += faults(rng, options.masks)
         if number % 20 == 19:
             print(f"{number + 1} of {options.count} problems, {len(found)} faults", flush=True)
     print(*found[:20], sep="\n")

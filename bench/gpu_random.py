@@ -1,7 +1,8 @@
 """Random problems with grouped heads on a GPU against float64: outputs, gradients, and bits over many runs.
 
-    python python/build.py && python bench/gpu_random.py [--count N] [--seed N] [--bits N]
+    python python/build.py && python bench/gpu_random.py [--count N] [--seed N] [--bits N] [--engine NAME]
     compute-sanitizer --tool memcheck python bench/gpu_random.py --count 10 --bits 0
+    compute-sanitizer --tool racecheck python bench/gpu_random.py --count 10 --bits 0 --engine cuda:mma.sync
 
 An error is a share of the norm of a tensor. The limits are loose (five times what 16-bit results of right kernels have):
 this finds wrong results on real hardware. The tolerance rule is what `fulgurite check --engine cuda` applies.
@@ -22,15 +23,21 @@ LIMITS = {torch.bfloat16: 0.012, torch.float16: 0.002}
 RUNS = 200
 
 
-def output(q, k, v, mask, softcap):
+def output(q, k, v, mask, softcap, bias=None, sinks=None):
     """o of tensors in float64."""
     group = q.shape[2] // k.shape[2]
     scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)) / math.sqrt(q.shape[-1])
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~mask, -math.inf)
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(-1e30))
+    top = scores.amax(-1, keepdim=True).clamp_min(-1e30)
+    weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        # A row that sees no key has nothing but its sink, and o is 0 whatever the weight of the sink is.
+        total = total + torch.where(mask.any(-1)[:, None], torch.exp(sinks[:, None, None] - top), 1)
     return torch.einsum("bhij,bjhd->bihd", weights / torch.where(total == 0, 1, total), v.repeat_interleave(group, 2))
 
 
@@ -72,11 +79,14 @@ def main():
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bits", type=int, default=12, help=f"problems whose gradients are computed {RUNS} times")
+    parser.add_argument("--engine", help="such as cuda:mma.sync; the best for the GPU without it")
     asked = parser.parse_args()
+    engine = {"engine": asked.engine} if asked.engine else {}
     rng, wrong, worst = random.Random(asked.seed), 0, 0.0
     for number in range(asked.count):
         q, k, v, options, mask = drawn(rng)
-        fixed = {"deterministic": rng.random() < 0.4, **options}
+        options.update(engine)
+        fixed = {"deterministic": rng.random() < 0.4 and "mma" not in (asked.engine or ""), **options}
         d_o = torch.randn_like(q)
         o, lse = fulgurite.attention(q, k, v, return_lse=True, **options)
         gradients = fulgurite.attention_backward(d_o, q, k, v, o, lse, **fixed)
