@@ -88,6 +88,6 @@ fn random_problems_leak_nothing() {
     println!("{ran} problems ran, {derived} with gradients, {aux} with those of biases or sinks too");
     println!("{planted} with NaN or infinities; {over} tensors over the tolerance rule");
     assert!(failed.is_empty(), "{} failures:\n{}", failed.len(), failed.join("\n"));
-    assert!(2 * planted > ran && 3 * ran > 2 * (end - seeds.start) as usize, "{ran} ran, {planted} planted");
+    assert!(5 * planted > 2 * ran && 3 * ran > 2 * (end - seeds.start) as usize, "{ran} ran, {planted} planted");
     assert!(2 * derived > ran && 8 * aux > ran, "{derived} of {ran} with gradients, {aux} of biases or sinks");
 }
