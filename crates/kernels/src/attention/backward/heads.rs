@@ -31,7 +31,7 @@ const EIGHT_COLUMNS: u32 = 8 * KEYS;
 const THREADS: u32 = 256;
 /// Items that a thread adds at once: as many as registers allow. For GPUs other than Hopper the assembler keeps more addresses.
 fn items_at_once(target: Target) -> u32 {
-    if target.arch.tensor == TensorUnit::Wgmma { 4 } else { 2 }
+    if target.arch.tensor == TensorUnit::Wgmma { 4 } else { 1 }
 }
 
 /// The memory to which the main kernel writes f32 sums of d_k and d_v.
